@@ -17,9 +17,9 @@ Leaves out local copies, the overlap of rounds through streaming, and contention
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
-from functools import partial
+from operator import add
 from typing import NamedTuple
 
 import numpy as np
@@ -39,12 +39,7 @@ class Price(NamedTuple):
     crossing: Fraction  # the shared bus, by all ranks together
 
     def __add__(self, other: Price) -> Price:  # type: ignore[override]
-        return Price(
-            self.messages + other.messages,
-            self.moved + other.moved,
-            self.reduced + other.reduced,
-            self.crossing + other.crossing,
-        )
+        return Price(*map(add, self, other))
 
     def times(self, share: Fraction | int) -> Price:
         """Return the price of the same algorithm on `share` of the buffer."""
@@ -184,36 +179,36 @@ def _levels(n: int) -> int:
     return (n - 1).bit_length()
 
 
-def _scattered(n: int, *, reduced: bool, messages: int) -> Price:
-    """Each rank sends and receives n - 1 of n chunks."""
-    return Price(messages, _share(n), _share(n) if reduced else Fraction(0), Fraction(n - 1))
-
-
-def _ring(n: int, *, reduced: bool) -> Price:
-    return _scattered(n, reduced=reduced, messages=n - 1)
-
-
-def _two_way(n: int, *, reduced: bool) -> Price:
-    return _scattered(n, reduced=reduced, messages=(n - 1) * (1 if n == 2 else 2))
-
-
-def _halving(n: int, *, reduced: bool) -> Price:
-    """Level by level, as groups split in two. `algorithms.halving` says who sends what."""
-    total, groups = FREE, Counter({n: 1})
-    while any(size > 1 for size in groups):
-        worst, crossing, next_groups = (0, 0), 0, Counter[int]()
+def _splits(n: int) -> Iterator[dict[int, int]]:
+    """Yield, for every level on which groups of ranks are split in two, their number by size."""
+    halves = Counter({n: 1})
+    while groups := {size: count for size, count in halves.items() if size > 1}:
+        yield groups
+        halves = Counter[int]()
         for size, count in groups.items():
-            a, b = -(-size // 2), size // 2
-            next_groups[a] += count
-            if b:
-                next_groups[b] += count
-                crossing += 2 * a * b * count
-                senders = 1 if a == b else 2  # to the last rank of the smaller half
-                worst = (max(worst[0], senders), max(worst[1], a, b * senders))
-        moved = Fraction(worst[1], n)
-        zero = Fraction(0)
-        total += Price(worst[0], moved, moved if reduced else zero, Fraction(crossing, n))
-        groups = next_groups
+            halves[size // 2] += count
+            halves[size - size // 2] += count
+
+
+def _ring(n: int) -> Price:
+    """Each rank sends and receives n - 1 of n chunks."""
+    return Price(n - 1, _share(n), Fraction(0), Fraction(n - 1))
+
+
+def _two_way(n: int) -> Price:
+    return _ring(n)._replace(messages=(n - 1) * (1 if n == 2 else 2))
+
+
+def _halving(n: int) -> Price:
+    """Level by level, as groups split in two. `algorithms.halving` says who sends what."""
+    total = FREE
+    for groups in _splits(n):
+        # A larger half has a rank more, which sends to the last rank of the smaller one, too.
+        halves = [(size - size // 2, size // 2, 1 + size % 2) for size in groups]
+        moved = max(max(a, b * senders) for a, b, senders in halves)
+        crossing = sum(2 * (size // 2) * (size - size // 2) * c for size, c in groups.items())
+        messages = max(senders for _, _, senders in halves)
+        total += Price(messages, Fraction(moved, n), Fraction(0), Fraction(crossing, n))
     return total
 
 
@@ -241,29 +236,18 @@ def _tree(n: int) -> Price:
 def _hierarchical(n: int) -> Price:
     local = local_of(n)
     nodes = n // local
-    between = _ring(nodes, reduced=True) + _ring(nodes, reduced=False)
-    within = _ring(local, reduced=True) + _ring(local, reduced=False)
-    between = between.times(Fraction(1, local))
+    within, between = _both(_ring)(local), _both(_ring)(nodes).times(Fraction(1, local))
     return within._replace(crossing=within.crossing * nodes) + between._replace(
         crossing=between.crossing * local
     )
 
 
-def _binomial(n: int, *, reduced: bool) -> Price:
-    levels = Fraction(_levels(n))
-    return Price(_levels(n), levels, levels if reduced else Fraction(0), Fraction(n - 1))
+def _binomial(n: int) -> Price:
+    return Price(_levels(n), Fraction(_levels(n)), Fraction(0), Fraction(n - 1))
 
 
 def _binomial_shards(n: int) -> Price:
-    crossing, groups = 0, Counter({n: 1})
-    while groups:
-        halves = Counter[int]()
-        for size, count in groups.items():
-            if size > 1:
-                crossing += size // 2 * count
-                halves[size - size // 2] += count
-                halves[size // 2] += count
-        groups = halves
+    crossing = sum(size // 2 * count for groups in _splits(n) for size, count in groups.items())
     return Price(_levels(n), _share(n), Fraction(0), Fraction(crossing, n))
 
 
@@ -272,46 +256,47 @@ def _chain(n: int) -> Price:
 
 
 def _star(n: int) -> Price:
-    """Every rank but the root sends the root the whole buffer."""
-    most = Fraction(n - 1)
-    return Price(n - 1, most, most, most)
-
-
-def _star_shards(n: int) -> Price:
+    """Every rank but the root sends it a chunk, or receives one from it."""
     return Price(n - 1, _share(n), Fraction(0), _share(n))
 
 
-Form = Callable[..., Price]
+Form = Callable[[int], Price]
 
 
-def _both(form: Form) -> Callable[[int], Price]:
-    return lambda n: form(n, reduced=True) + form(n, reduced=False)
+def _adding(form: Form) -> Form:
+    """Return the form of an algorithm that also adds whatever it receives."""
+
+    def added(n: int) -> Price:
+        copied = form(n)
+        return copied._replace(reduced=copied.moved)
+
+    return added
 
 
-_FAMILIES: Sequence[tuple[str, Form]] = (
-    ("ring", _ring),
-    ("two_way_ring", _two_way),
-    ("direct", _ring),
-    ("halving", _halving),
-)
+def _both(form: Form) -> Form:
+    """Return the form of an all_reduce: a reduce_scatter, then the all_gather of this form."""
+    return lambda n: _adding(form)(n) + form(n)
 
-CLOSED: dict[tuple[str, str], Callable[[int], Price]] = {
-    **{("all_reduce", name): _both(form) for name, form in _FAMILIES},
-    **{("reduce_scatter", name): partial(form, reduced=True) for name, form in _FAMILIES},
-    **{("all_gather", name): partial(form, reduced=False) for name, form in _FAMILIES},
+
+_FAMILIES = {"ring": _ring, "two_way_ring": _two_way, "direct": _ring, "halving": _halving}
+
+CLOSED: dict[tuple[str, str], Form] = {
+    **{("all_reduce", name): _both(form) for name, form in _FAMILIES.items()},
+    **{("reduce_scatter", name): _adding(form) for name, form in _FAMILIES.items()},
+    **{("all_gather", name): form for name, form in _FAMILIES.items()},
     ("all_reduce", "doubling"): _doubling,
     ("all_reduce", "tree"): _tree,
     ("all_reduce", "hierarchical"): _hierarchical,
     ("broadcast", "ring"): _chain,
     ("broadcast", "direct"): _chain,
-    ("broadcast", "binomial"): partial(_binomial, reduced=False),
-    ("reduce", "direct"): _star,
-    ("reduce", "binomial"): partial(_binomial, reduced=True),
-    ("scatter", "direct"): _star_shards,
+    ("broadcast", "binomial"): _binomial,
+    ("reduce", "direct"): _adding(lambda n: _star(n).times(n)),  # of whole buffers
+    ("reduce", "binomial"): _adding(_binomial),
+    ("scatter", "direct"): _star,
     ("scatter", "binomial"): _binomial_shards,
-    ("gather", "direct"): _star_shards,
+    ("gather", "direct"): _star,
     ("gather", "binomial"): _binomial_shards,
-    ("all_to_all", "direct"): partial(_ring, reduced=False),
-    ("all_to_all", "pairwise"): partial(_ring, reduced=False),
-    ("all_to_all_v", "direct"): lambda n: _ring(n, reduced=False).times(Fraction(1, n)),
+    ("all_to_all", "direct"): _ring,
+    ("all_to_all", "pairwise"): _ring,
+    ("all_to_all_v", "direct"): lambda n: _ring(n).times(Fraction(1, n)),
 }
