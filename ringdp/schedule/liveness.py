@@ -2,8 +2,8 @@
 
 Each row is one event, its completion. It comes after the previous row, after the row that sent what
 it receives, and after the row that freed the slot it sends into (the receive `depth` messages
-earlier on that channel). The programs finish iff these events have a topological order, which is
-checked with Kahn's algorithm (1962). A streaming row holds its incoming slot until it has sent.
+earlier on that channel). The programs finish iff these events have a topological order. A streaming
+row holds its incoming slot until it has sent.
 
 A depth that suffices for one pass suffices for any number, since passes can run one after another.
 Executors that post whole rounds at once cannot stall and do not need this check.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from graphlib import CycleError, TopologicalSorter
 
 from ringdp.errors import ScheduleError
 from ringdp.schedule.program import NONE, Program
@@ -65,27 +66,17 @@ def _channels(programs: Sequence[Program]) -> tuple[Channels, Channels]:
 
 def _ends(programs: Sequence[Program], sends: Channels, receives: Channels, depth: int) -> bool:
     """Return whether all events have a topological order."""
-    after: dict[Event, list[Event]] = defaultdict(list)
-    waits: dict[Event, int] = {(p.rank, i): 0 for p in programs for i in range(len(p.rows))}
-
-    def edge(first: Event, second: Event) -> None:
-        after[first].append(second)
-        waits[second] += 1
-
-    for rank, i in waits:
-        if i:
-            edge((rank, i - 1), (rank, i))
+    events = TopologicalSorter[Event]()
+    for p in programs:
+        for i in range(1, len(p.rows)):
+            events.add((p.rank, i), (p.rank, i - 1))
     for channel, sent in sends.items():
         for m, event in enumerate(sent):
-            edge(event, receives[channel][m])
+            events.add(receives[channel][m], event)
             if m >= depth:
-                edge(receives[channel][m - depth], event)
-    ready = [e for e, count in waits.items() if count == 0]
-    done = 0
-    while ready:
-        done += 1
-        for e in after[ready.pop()]:
-            waits[e] -= 1
-            if waits[e] == 0:
-                ready.append(e)
-    return done == len(waits)
+                events.add(event, receives[channel][m - depth])
+    try:
+        events.prepare()
+    except CycleError:
+        return False
+    return True

@@ -18,6 +18,8 @@ from ringdp.transport.base import ReduceOp
 from ringdp.transport.bounds import chunk_bounds
 from ringdp.transport.rows import Rows
 
+Channels = dict[tuple[int, int], deque[Tensor]]  # by (sender, receiver)
+
 
 def simulate(
     programs: Sequence[Program],
@@ -42,53 +44,32 @@ def simulate(
     lengths = [buffer.numel() for buffer in buffers]
     if bounds is None and len(set(lengths)) > 1:
         raise UsageError(f"simulate() got buffers of {lengths} elements; allowed: one length")
-    channels: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
     cuts = bounds or [chunk_bounds(b.numel(), p) for p, b in zip(programs, buffers, strict=True)]
+    channels: Channels = defaultdict(deque)
     ranks = [
-        _Rank(p, Rows(p, buffer, cut, op), channels, depth)
+        (p.rank, deque(p), Rows(p, buffer, cut, op))
         for p, buffer, cut in zip(programs, buffers, cuts, strict=True)
     ]
-    while not all(r.done for r in ranks):
-        moved = [r.advance() for r in ranks]
+    while any(left for _, left, _ in ranks):
+        moved = [_advance(*rank, channels, depth) for rank in ranks]
         if not any(moved):
-            at = "\n".join(f"rank {r.program.rank}: {r.row}" for r in ranks if not r.done)
+            at = "\n".join(f"rank {rank}: {left[0]}" for rank, left, _ in ranks if left)
             raise ScheduleError(f"the programs stall with FIFO depth {depth}:\n{at}")
+    for _, _, rows in ranks:
+        rows.end()
 
 
-class _Rank:
-    def __init__(
-        self,
-        program: Program,
-        rows: Rows,
-        channels: dict[tuple[int, int], deque[Tensor]],
-        depth: int,
-    ) -> None:
-        self.program, self.rows, self.channels, self.depth = program, rows, channels, depth
-        self.left = deque(program)
-
-    @property
-    def done(self) -> bool:
-        return not self.left
-
-    @property
-    def row(self) -> Row:
-        return self.left[0]
-
-    def advance(self) -> bool:
-        """Run the next row if its message is there and its slot is free. Returns whether it ran."""
-        if self.done:
-            return False
-        row, rank = self.row, self.program.rank
-        incoming = self.channels[row.recv_peer, rank]
-        outgoing = self.channels[rank, row.send_peer]
-        if row.recv_peer != NONE and not incoming:
-            return False
-        if row.send_peer != NONE and len(outgoing) >= self.depth:
-            return False
-        sent = self.rows.run(row, incoming.popleft() if row.recv_peer != NONE else None)
-        if sent is not None:
-            outgoing.append(sent)
-        self.left.popleft()
-        if self.done:
-            self.rows.end()
-        return True
+def _advance(rank: int, left: deque[Row], rows: Rows, channels: Channels, depth: int) -> bool:
+    """Run a rank's next row if its message and its slot are there. Returns whether it ran."""
+    if not left:
+        return False
+    row = left[0]
+    receives, sends = row.recv_peer != NONE, row.send_peer != NONE
+    incoming, outgoing = channels[row.recv_peer, rank], channels[rank, row.send_peer]
+    if (receives and not incoming) or (sends and len(outgoing) >= depth):
+        return False
+    sent = rows.run(row, incoming.popleft() if receives else None)
+    if sent is not None:
+        outgoing.append(sent)
+    left.popleft()
+    return True
