@@ -6,6 +6,7 @@ programs do not depend on them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from enum import Enum
 from typing import Literal, NamedTuple, Protocol, get_args
@@ -60,6 +61,18 @@ class FailureKind(Enum):
 MESSAGE = (1 << 64) - 1  # stands for the collective's number in the stamp of a send or recv
 Stamp = tuple[int, int, int]  # of a message: its collective's number and digest, its bytes
 NOTHING: Stamp = (0, 0, 0)
+
+
+class Stamped(NamedTuple):
+    """A call, with a `digest` of the kinds of this collective and all before it."""
+
+    call: Call
+    digest: int
+
+    @property
+    def short(self) -> Stamp:
+        number, _, elements, _ = self.call
+        return number, self.digest, elements
 
 
 class Failure(NamedTuple):
@@ -118,6 +131,10 @@ class Exchange(NamedTuple):
     kind: int
     root: int | None = None  # the only receiver of an all_gather, or sender of an all_to_all
 
+    @property
+    def elements(self) -> int:
+        return self.shards[-1]
+
 
 class Prepared(Protocol):
     """A collective of fixed kind, length and dtype, to be started on 1-D contiguous buffers.
@@ -143,18 +160,20 @@ class Prepared(Protocol):
         ...
 
 
-# Issues a call on its buffers, whole and part; returns a ticket.
-Issue = Callable[[Call, Tensor | None, Tensor | None], int]
-
-
 class Issued:
     """A `Prepared` for transports that prepare nothing: it issues every start anew."""
 
-    def __init__(self, transport: Transport, issue: Issue, kind: int, elements: int) -> None:
-        self._transport, self._issue, self._kind, self._elements = transport, issue, kind, elements
+    def __init__(
+        self,
+        transport: Transport,
+        what: Run | Exchange,
+        issue: Callable[[Call, Tensor | None, Tensor | None], int],
+    ) -> None:
+        """`issue` starts a call on its buffers, whole and part, and returns a ticket."""
+        self._transport, self._what, self._issue = transport, what, issue
 
     def start(self, whole: Tensor | None, part: Tensor | None, site: bytes, /) -> int:
-        call = self._transport.issued, self._kind, self._elements, site
+        call = self._transport.issued, self._what.kind, self._what.elements, site
         return self._issue(call, whole, part)
 
     run = start
@@ -163,31 +182,19 @@ class Issued:
 class Transport(Observed, Protocol):
     """Runs prepared collectives one after the other, in the order in which they are started."""
 
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the tensors that it moves best."""
-        ...
-
-    @property
-    def link(self) -> Link | None:
-        """The network that it emulates, if any."""
-        ...
-
-    @property
-    def tape(self) -> Tape | None:
-        """What records its work while it is traced; None if it cannot be traced."""
-        ...
-
-    @property
-    def depth(self) -> float | None:
-        """Slots of a channel, an upper bound on what a program needs (`schedule.fifo_depth`).
-
-        None: it runs a round at a time, and takes programs as `project` makes them, unfused.
-        """
-        ...
+    rank: int
+    device: torch.device  # of the tensors that it moves best
+    # Slots of a channel, an upper bound on what a program needs (`schedule.fifo_depth`). None: it
+    # runs a round at a time, and takes programs as `project` makes them, unfused.
+    depth: float | None
+    # Seconds that a collective may last from its start. The waiting caller enforces it, or the
+    # transport, where collectives progress without a waiting caller.
+    timeout: float = math.inf
+    own: str | None = None  # the algorithm of its exchanges, if any; over a `link`, only HELD_BACK
+    link: Link | None = None  # the network that it emulates
+    ready: Ready | None = None  # what makes repeated calls fast (csrc/ready.hpp)
+    tape: Tape | None = None  # what records its work while it is traced
+    arena: Arena | None = None
 
     @property
     def issued(self) -> int:
@@ -202,23 +209,8 @@ class Transport(Observed, Protocol):
         """
         ...
 
-    timeout: float
-    """Seconds that a collective may last from its start. The waiting caller enforces it, or the
-    transport, where collectives progress without a waiting caller."""
-
     def check(self, buffer: Tensor) -> None:
         """Raises UsageError if this transport cannot move the tensor."""
-        ...
-
-    @property
-    def own(self) -> str | None:
-        """The algorithm of its exchanges, or None if it has none. Over a `link` it exchanges only
-        HELD_BACK."""
-        ...
-
-    @property
-    def ready(self) -> Ready | None:
-        """The cache of earlier calls that makes repeated ones fast (csrc/ready.hpp), or None."""
         ...
 
     def send(self, buffer: Tensor, to: int, kind: int, *, background: bool) -> int:
@@ -240,11 +232,8 @@ class Transport(Observed, Protocol):
         ...
 
     def release(self) -> None:
-        """Release the buffers of what has ended."""
-        ...
-
-    @property
-    def arena(self) -> Arena | None: ...
+        """Release the buffers of what has ended, if the transport keeps them itself."""
+        return
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return an uninitialised tensor in the memory that this transport moves best."""
@@ -278,7 +267,7 @@ class Transport(Observed, Protocol):
         ...
 
     def await_device(self) -> None:
-        """Wait until the device has finished all issued work, or something has failed."""
-        ...
+        """Wait until the device, if any, has finished all issued work, or something has failed."""
+        return
 
     def close(self) -> None: ...

@@ -38,8 +38,8 @@ class RankRecord(NamedTuple):
 class Observed(Protocol):
     """Read access to all ranks' records: in shared memory, from outside the job, or by asking."""
 
-    @property
-    def ranks(self) -> int: ...
+    ranks: int
+
     def record(self, rank: int) -> RankRecord | None:
         """Return that rank's record; None if it cannot be seen from here."""
         ...

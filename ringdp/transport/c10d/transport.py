@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
-from typing import NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -27,7 +26,6 @@ from torch.distributed.distributed_c10d import Store
 from ringdp.errors import UsageError
 from ringdp.schedule.program import NONE
 from ringdp.transport import threads
-from ringdp.transport.arena import Arena
 from ringdp.transport.base import (
     MESSAGE,
     Exchange,
@@ -37,6 +35,7 @@ from ringdp.transport.base import (
     Prepared,
     Run,
     Stamp,
+    Stamped,
 )
 from ringdp.transport.c10d import wire
 from ringdp.transport.c10d.shutdown import cut, hold, retire, watch_for_end
@@ -49,14 +48,6 @@ from ringdp.transport.store.status import Reporting, listen
 
 SHORT = 64 << 10  # bytes up to which a send does not wait for its receiver, as in shared memory
 GOLDEN = 0x9E3779B97F4A7C15  # see csrc/progress.hpp
-
-
-class _Job(NamedTuple):
-    ticket: int
-    run: Run
-    buffer: Tensor
-    call: Call
-    digest: int  # of the kinds of this collective and all before it
 
 
 class Failed(Exception):
@@ -75,12 +66,8 @@ class Failed(Exception):
 class C10dTransport(Reporting):
     """One rank's end of a group. See `Transport`."""
 
-    depth: float | None = math.inf  # sent messages wait in memory
-    own: str | None = None
-    timeout = math.inf
     device = torch.device("cpu")
-    ready = tape = link = None
-    arena: Arena | None = None
+    depth: float | None = math.inf  # sent messages wait in memory
 
     def __init__(self, store: Store, group: wire.Group) -> None:
         """`store` and `group` must not be used by anything else."""
@@ -105,22 +92,27 @@ class C10dTransport(Reporting):
 
     def prepare(self, what: Run | Exchange) -> Prepared:
         assert isinstance(what, Run), "a transport without its own algorithm runs only programs"
-        return Issued(self, partial(self._start, what), what.kind, what.elements)
+        return Issued(self, what, partial(self._start, what))
 
     def _start(self, run: Run, call: Call, whole: Tensor | None, _: Tensor | None) -> int:
         assert whole is not None
-        digest, ticket = self._digested(run.kind), next(self._tickets)
-        job = _Job(ticket, run, whole, call, digest)
-        return self._hand_over(self._jobs, partial(self._run, job), ticket, call, digest)
+        ticket, ours = next(self._tickets), self._stamped(call)
+        return self._hand_over(
+            self._jobs, ticket, ours, partial(self._run, ticket, ours, run, whole)
+        )
+
+    def _stamped(self, call: Call) -> Stamped:
+        """Return the next collective's stamp."""
+        return Stamped(call, (self._digest ^ call[1]) * GOLDEN % (1 << 62))
 
     def _hand_over(
-        self, queue: threads.Queue, act: Callable[[], None], ticket: int, call: Call, digest: int
+        self, queue: threads.Queue, ticket: int, ours: Stamped, act: Callable[[], None]
     ) -> int:
         """Queue a collective for the thread that runs it. Returns its ticket."""
         put, job = queue.put, partial(attempt, self._failures, act)
-        board, number, called = self._status, call[0], (call, time.monotonic())
+        board, number, called = self._status, ours.call[0], (ours.call, time.monotonic())
         # See Note [Ctrl-C comes after any call] in threads.py.
-        self._digest = digest
+        self._digest = ours.digest
         self._open[ticket] = None
         board.calls[number] = called
         board.begun = number + 1
@@ -190,9 +182,6 @@ class C10dTransport(Reporting):
     def _check_process(self) -> None:
         check_process(self._process)
 
-    def release(self) -> None:
-        """Do nothing: jobs hold their buffers."""
-
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype)
 
@@ -213,9 +202,6 @@ class C10dTransport(Reporting):
     def sent_bytes(self) -> int:
         return self._sent
 
-    def await_device(self) -> None:
-        """Return at once: there is no device."""
-
     def close(self) -> None:
         threads.complete(self._stop)
 
@@ -231,50 +217,44 @@ class C10dTransport(Reporting):
     def _spawn(self, act: Callable[[], None]) -> threading.Thread:
         return threads.spawn(partial(attempt, self._failures, act), "ringdp-c10d")
 
-    def _digested(self, kind: int) -> int:
-        """Return the digest of all collectives so far and a next one of that kind."""
-        return (self._digest ^ kind) * GOLDEN % (1 << 62)
-
-    def _run(self, job: _Job) -> None:
+    def _run(self, ticket: int, ours: Stamped, run: Run, buffer: Tensor) -> None:
         if self._failures.failure is not None:
             return  # after a failure, no collective ends
-        run = job.run
-        rows = Rows(run.program, job.buffer, run.bounds, run.op)
+        number = ours.call[0]
+        rows = Rows(run.program, buffer, run.bounds, run.op)
         sends: list[tuple[wire.Pending, int, int]] = []
         bytes_sent = 0
         for row in run.program:
             self._status.waits(row.round, row.recv_peer)
-            room = rows.room(row) if row.recv_peer != NONE else None
-            received = None if row.recv_peer == NONE else self._received(row.recv_peer, job, room)
+            received = None
+            if row.recv_peer != NONE:
+                received = self._received(row.recv_peer, ours, buffer, rows.room(row))
             try:
                 sent = rows.run(row, received)
             except Unequal:
                 raise Failed(FailureKind.MISMATCH, some_rank(row.recv_peer, self.rank)) from None
             if sent is not None:
-                stamp = job.call[0], job.digest, 0
-                with self._talking(row.send_peer):
-                    parts = wire.send(
-                        self._group, sent, row.send_peer, stamp, COLLECTIVE, COLLECTIVE
-                    )
-                sends += [(part, row.send_peer, row.round) for part in parts]
+                to, stamp = row.send_peer, (number, ours.digest, 0)
+                with self._talking(to):
+                    parts = wire.send(self._group, sent, to, stamp, COLLECTIVE, COLLECTIVE)
+                sends += [(part, to, row.round) for part in parts]
                 bytes_sent += sent.nbytes
         rows.end()
         for part, peer, round_ in sends:
             self._status.waits(round_, peer)
             self._until(part, peer)
-        self._status.end(job.call[0])
-        self._end(job.ticket, bytes_sent)
+        self._status.end(number)
+        self._end(ticket, bytes_sent)
 
-    def _received(self, peer: int, job: _Job, room: int | None) -> Tensor:
+    def _received(self, peer: int, ours: Stamped, buffer: Tensor, room: int | None) -> Tensor:
         with self._talking(peer):
             message = wire.Incoming(self._group, peer, COLLECTIVE)
         self._until(message.first, peer)
-        found, size = message.stamp, job.buffer.element_size()
-        expected = job.call[0], job.digest, found[2] if room is None else room * size
-        whole = job.buffer.numel() * size
-        if found != expected or found[2] % size or not 0 <= found[2] <= whole:
+        found, size = message.stamp, buffer.element_size()
+        expected = ours.call[0], ours.digest, found[2] if room is None else room * size
+        if found != expected or found[2] % size or not 0 <= found[2] <= buffer.nbytes:
             raise Failed(FailureKind.MISMATCH, peer, (expected, found))
-        value = job.buffer.new_empty(found[2] // size)
+        value = buffer.new_empty(found[2] // size)
         with self._talking(peer):
             message.take(value, peer, COLLECTIVE, lambda part: self._until(part, peer))
         return value

@@ -27,11 +27,11 @@ from torch.distributed.distributed_c10d import Store
 
 from ringdp import _core
 from ringdp.errors import UsageError
-from ringdp.transport.base import Failure, FailureKind, Transport
+from ringdp.transport.base import Failure, FailureKind, Stamped, Transport
 from ringdp.transport.c10d import wire
 from ringdp.transport.c10d.transport import C10dTransport, Failed, attempt
 from ringdp.transport.device.launch_queue import leave
-from ringdp.transport.device.stamp import Stamped, unpacked
+from ringdp.transport.device.stamp import unpacked
 from ringdp.transport.device.streams import End, streams
 from ringdp.transport.records import Call
 from ringdp.transport.store.failures import LOOK

@@ -9,27 +9,12 @@ agree, all ranks do. A stamp is STAMP_BYTES bytes:
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from ringdp.transport.base import Stamp
-from ringdp.transport.records import Call
+from ringdp.transport.base import Stamped
 
 STAMP_BYTES = 4 * 8
-
-
-class Stamped(NamedTuple):
-    """A call, with a `digest` of the kinds of this collective and all before it."""
-
-    call: Call
-    digest: int
-
-    @property
-    def short(self) -> Stamp:
-        number, _, elements, _ = self.call
-        return number, self.digest, elements
 
 
 def packed(stamped: Stamped) -> Tensor:

@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 from ringdp.errors import UsageError
-from ringdp.transport.base import Run
+from ringdp.transport.base import Run, Stamped
 from ringdp.transport.c10d.transport import Failed
 from ringdp.transport.device.in_flight import Given, InFlight, Met, Watching
 from ringdp.transport.device.launch_queue import launches
-from ringdp.transport.device.stamp import Stamped
 from ringdp.transport.records import Call
 
 
@@ -131,15 +130,12 @@ class DeviceTransport(Watching):
 
     # --- issuing: `_run_on_device` is on the issuing thread, unless a graph is captured
 
-    def _stamped(self, call: Call) -> Stamped:
-        return Stamped(call, self._digested(call[1]))
-
     def _issue(self, ours: Stamped, act: Callable[[], int], kept: object) -> int:
         if self._streams.capturing():
             return self._capture(ours, act)
         ticket, arrival = next(self._tickets), self._streams.arrival()
         job = partial(self._run_on_device, ticket, ours, arrival, act, kept)
-        return self._hand_over(self._launches, job, ticket, *ours)
+        return self._hand_over(self._launches, ticket, ours, job)
 
     def _run_on_device(
         self, ticket: int, ours: Stamped, arrival: object, act: Callable[[], int], kept: object
@@ -185,7 +181,7 @@ class DeviceTransport(Watching):
             self._status.end(ours.call[0])
             self._end(ticket, sent)
 
-        return self._hand_over(self._jobs, captured, ticket, *ours)
+        return self._hand_over(self._jobs, ticket, ours, captured)
 
     def _room(self, needed: int) -> Tensor:
         if len(self._staging) < needed:

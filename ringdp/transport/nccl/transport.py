@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ringdp.transport.base import Exchange, FailureKind, Issued, Prepared, Run
+from ringdp.transport.base import Exchange, FailureKind, Issued, Prepared, Run, Stamped
 from ringdp.transport.c10d.transport import Failed
 from ringdp.transport.device.in_flight import Given, Met
-from ringdp.transport.device.stamp import STAMP_BYTES, Stamped, packed
+from ringdp.transport.device.stamp import STAMP_BYTES, packed
 from ringdp.transport.device.streams import device_of
 from ringdp.transport.device.transport import DeviceTransport
 from ringdp.transport.nccl.execute import BYTES, Nccl, execute, warm_up
@@ -57,7 +57,7 @@ class NcclTransport(DeviceTransport):
             return super().prepare(what)
         own = Native(*what)
         own.check()
-        return Issued(self, partial(self._start_own, own), own.kind, own.shards[-1])
+        return Issued(self, own, partial(self._start_own, own))
 
     def _start_own(self, own: Native, call: Call, whole: Tensor | None, part: Tensor | None) -> int:
         """Start one of NCCL's own collectives on device buffers. Returns its ticket."""

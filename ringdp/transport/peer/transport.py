@@ -24,11 +24,18 @@ from torch import Tensor
 from torch.distributed import DistError
 
 from ringdp.schedule.program import Program
-from ringdp.transport.base import REDUCE_OPS, Exchange, FailureKind, Prepared, ReduceOp, Run
+from ringdp.transport.base import (
+    REDUCE_OPS,
+    Exchange,
+    FailureKind,
+    Prepared,
+    ReduceOp,
+    Run,
+    Stamped,
+)
 from ringdp.transport.c10d.transport import GOLDEN, Failed
 from ringdp.transport.device import in_flight
 from ringdp.transport.device.in_flight import Given
-from ringdp.transport.device.stamp import Stamped
 from ringdp.transport.device.streams import device_of
 from ringdp.transport.device.transport import DeviceTransport
 from ringdp.transport.peer import jobs

@@ -34,6 +34,7 @@ from ringdp.transport.base import (
     Link,
     Prepared,
     Run,
+    Transport,
 )
 from ringdp.transport.records import Call, Observed, RankRecord, read_record
 from ringdp.transport.shm.fifo import FifoShape, fifo_shape
@@ -50,12 +51,13 @@ from ringdp.transport.store.handshake import Handshake
 from ringdp.transport.store.processes import check_process
 
 
-class ShmTransport:
-    """One rank's end of the shared segment. See `Transport`."""
+class ShmTransport(Transport):
+    """One rank's end of the shared segment."""
 
     device = torch.device("cpu")
     own = "direct"
-    timeout: float
+    ready: _core.Ready
+    arena: Arena
 
     def __init__(
         self, handshake: Handshake, *, arena: Arena | None = None, link: Link | None = None
@@ -240,9 +242,6 @@ class ShmTransport:
 
     def sent_bytes(self) -> int:
         return int(self._core.sent_bytes())
-
-    def await_device(self) -> None:
-        """Return at once: there is no device."""
 
     def close(self) -> None:
         self.ready.forget()

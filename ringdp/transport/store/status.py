@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
@@ -25,7 +25,7 @@ from weakref import WeakMethod
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
-from ringdp.transport.base import FailureKind
+from ringdp.transport.base import FailureKind, Transport
 from ringdp.transport.records import (
     CALLS,
     CLOSED,
@@ -56,14 +56,11 @@ class State(NamedTuple):
     calls: Mapping[int, Call] = {}
 
 
-class Survey(NamedTuple):
-    """The status of all ranks at one moment. See `records.Observed`."""
+class Survey(Observed):
+    """The status of all ranks at one moment."""
 
-    states: tuple[State, ...]
-
-    @property
-    def ranks(self) -> int:
-        return len(self.states)
+    def __init__(self, states: Sequence[State]) -> None:
+        self.ranks, self.states = len(states), states
 
     def record(self, rank: int) -> RankRecord:
         return self.states[rank].record
@@ -163,7 +160,7 @@ class StatusBoard:
                 self._store.ask(lambda store: store.set(key, state), later=True)
 
 
-class Reporting:
+class Reporting(Transport):
     """Base of transports without shared memory, which makes them `Observed` through a store."""
 
     def __init__(self, store: Store, rank: int, ranks: int) -> None:

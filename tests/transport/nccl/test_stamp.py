@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ringdp.transport.device.stamp import STAMP_BYTES, Stamped, packed, unpacked
+from ringdp.transport.base import Stamped
+from ringdp.transport.device.stamp import STAMP_BYTES, packed, unpacked
 from ringdp.transport.records import SITE_BYTES, format_call, parse_call
 
 CALL = (3, 1 << 60, 12_345, b"train.py:40".ljust(SITE_BYTES, b"\0"))
