@@ -8,7 +8,6 @@ all_to_all      a group of ncclSend and ncclRecv
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
 
 import torch
@@ -31,94 +30,79 @@ TYPES = {  # ncclDataType_t
 OPS: dict[ReduceOp, int] = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}  # ncclRedOp_t
 
 
-class Native(Exchange):
-    """An exchange run by one of NCCL's collectives."""
+def check(what: Exchange) -> None:
+    """Raises UsageError if NCCL does not support the op on this dtype."""
+    adds = what.collective in ("all_reduce", "reduce_scatter")
+    if adds and (what.dtype not in TYPES or what.op not in OPS):
+        names = ", ".join(str(d).removeprefix("torch.") for d in TYPES)
+        raise UsageError(
+            f"algorithm 'nccl' does not {what.op} {what.dtype}; allowed: "
+            f"{', '.join(OPS)} of {names}, or another algorithm"
+        )
 
-    def check(self) -> None:
-        """Raises UsageError if NCCL does not support the op on this dtype."""
-        adds = self.collective in ("all_reduce", "reduce_scatter")
-        if adds and (self.dtype not in TYPES or self.op not in OPS):
-            names = ", ".join(str(d).removeprefix("torch.") for d in TYPES)
-            raise UsageError(
-                f"algorithm 'nccl' does not {self.op} {self.dtype}; allowed: "
-                f"{', '.join(OPS)} of {names}, or another algorithm"
-            )
 
-    def run(self, nccl: Nccl, whole: int, part: int, rank: int, ranks: int) -> int:
-        """Run it on the buffers at addresses `whole` and `part`.
+def run(what: Exchange, nccl: Nccl, whole: int, part: int, rank: int, ranks: int) -> int:
+    """Run it on the buffers at addresses `whole` and `part`.
 
-        Returns the payload bytes that this rank sends.
-        """
-        act: Callable[[Nccl, int, int, int, int], int] = getattr(self, f"_{self.collective}")
-        return act(nccl, whole, part, rank, ranks)
+    Returns the payload bytes that this rank sends.
+    """
+    comm, stream, size = nccl.comm, nccl.streams.handle, what.dtype.itemsize
+    shards = [(whole + begin * size, end - begin) for begin, end in pairwise(what.shards)]
+    total, own = what.elements, shards[rank][1]
+    even = len({count for _, count in shards}) == 1
+    match what.collective:
+        case "all_reduce":
+            if total:
+                type_, op = TYPES[what.dtype], OPS[what.op]
+                comm.allReduce(whole, whole, total, type_, op, stream)
+            return 2 * (ranks - 1) * total * size // ranks
+        case "reduce_scatter":
+            type_, op = TYPES[what.dtype], OPS[what.op]
+            if not even:
+                with grouped(nccl.binding):
+                    for r, (at, count) in enumerate(shards):
+                        if count:
+                            out = part if r == rank else 0
+                            comm.reduce(at, out, count, type_, op, r, stream)
+            elif own:
+                comm.reduceScatter(whole, part, own, type_, op, stream)
+            return (total - own) * size
+        case "all_gather" if what.root is None:
+            if not even:
+                with grouped(nccl.binding):
+                    for r, (at, count) in enumerate(shards):
+                        if count:
+                            source = part if r == rank else at
+                            comm.broadcast(source, at, count * size, BYTES, r, stream)
+            elif own:
+                comm.allGather(part, whole, own * size, BYTES, stream)
+            return (ranks - 1) * own * size
+        case _:
+            return _exchange(what, nccl, [(at, count * size) for at, count in shards], part, rank)
 
-    @property
-    def _even(self) -> bool:
-        return len({end - begin for begin, end in pairwise(self.shards)}) == 1 and self.root is None
 
-    def _all_reduce(self, nccl: Nccl, whole: int, _: int, __: int, ranks: int) -> int:
-        count, type_, op = self.shards[-1], TYPES[self.dtype], OPS[self.op]
-        if count:
-            nccl.comm.allReduce(whole, whole, count, type_, op, nccl.streams.handle)
-        return 2 * (ranks - 1) * count * self.dtype.itemsize // ranks
+def _exchange(
+    what: Exchange, nccl: Nccl, shards: list[tuple[int, int]], part: int, rank: int
+) -> int:
+    """Run it as one group of sends and receives. Returns the bytes sent to other ranks.
 
-    def _reduce_scatter(self, nccl: Nccl, whole: int, part: int, rank: int, _: int) -> int:
-        type_, op, stream = TYPES[self.dtype], OPS[self.op], nccl.streams.handle
-        size, cuts = self.dtype.itemsize, list(pairwise(self.shards))
-        if self._even:
-            if count := self.shards[1]:
-                nccl.comm.reduceScatter(whole, part, count, type_, op, stream)
-        else:
-            with grouped(nccl.binding):
-                for r, (begin, end) in enumerate(cuts):
-                    out = part if r == rank else 0
-                    if end > begin:
-                        at = whole + begin * size
-                        nccl.comm.reduce(at, out, end - begin, type_, op, r, stream)
-        return (self.shards[-1] - (cuts[rank][1] - cuts[rank][0])) * size
-
-    def _all_gather(self, nccl: Nccl, whole: int, part: int, rank: int, ranks: int) -> int:
-        size, cuts, stream = self.dtype.itemsize, list(pairwise(self.shards)), nccl.streams.handle
-        owned = (cuts[rank][1] - cuts[rank][0]) * size
-        if self.root is not None:
-            return self._exchanged(nccl, whole, part, rank, gathers=True)
-        if self._even:
-            if owned:
-                nccl.comm.allGather(part, whole, owned, BYTES, stream)
-        else:
-            with grouped(nccl.binding):
-                for r, (begin, end) in enumerate(cuts):
-                    if end > begin:
-                        at = whole + begin * size
-                        source = part if r == rank else at
-                        nccl.comm.broadcast(source, at, (end - begin) * size, BYTES, r, stream)
-        return (ranks - 1) * owned
-
-    def _all_to_all(self, nccl: Nccl, whole: int, part: int, rank: int, _: int) -> int:
-        return self._exchanged(nccl, whole, part, rank, gathers=False)
-
-    def _exchanged(self, nccl: Nccl, whole: int, part: int, rank: int, *, gathers: bool) -> int:
-        """Run it as one group of sends and receives. Returns the bytes sent to other ranks.
-
-        If `gathers`, the root's whole collects all shards. Otherwise shard r of a sender's whole
-        goes to rank r, whose part holds a piece from each sender: every rank, or only the root.
-        """
-        size, cuts, root = self.dtype.itemsize, list(pairwise(self.shards)), self.root
-        spans = [(begin * size, (end - begin) * size) for begin, end in cuts]
-        owned, sent = spans[rank][1], 0
-        comm, stream = nccl.comm, nccl.streams.handle
-        with grouped(nccl.binding):
-            for r, (at, length) in enumerate(spans):
-                if gathers:
-                    out = (part, owned) if r == root else None
-                    into = (whole + at, length) if rank == root else None
-                else:
-                    out = (whole + at, length) if root in (None, rank) else None
-                    into = (part + (r * owned if root is None else 0), owned)
-                    into = into if root in (None, r) else None
-                if out is not None and out[1]:
-                    comm.send(*out, BYTES, r, stream)
-                    sent += out[1] * (r != rank)
-                if into is not None and into[1]:
-                    comm.recv(*into, BYTES, r, stream)
-        return sent
+    `shards` are the addresses and bytes of the parts of `whole`. In an all_gather the root's whole
+    collects all of them. In an all_to_all shard r of a sender's whole goes to rank r, whose part
+    holds a piece from each sender: every rank, or only the root.
+    """
+    root, own, sent = what.root, shards[rank][1], 0
+    comm, stream = nccl.comm, nccl.streams.handle
+    with grouped(nccl.binding):
+        for r, shard in enumerate(shards):
+            if what.collective == "all_gather":
+                sends, out = r == root, (part, own)
+                receives, into = rank == root, shard
+            else:
+                sends, out = root in (None, rank), shard
+                receives, into = root in (None, r), (part + (r * own if root is None else 0), own)
+            if sends and out[1]:
+                comm.send(*out, BYTES, r, stream)
+                sent += out[1] * (r != rank)
+            if receives and into[1]:
+                comm.recv(*into, BYTES, r, stream)
+    return sent

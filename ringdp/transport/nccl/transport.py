@@ -16,6 +16,7 @@ from ringdp.transport.device.in_flight import Given, Met
 from ringdp.transport.device.stamp import STAMP_BYTES, packed
 from ringdp.transport.device.streams import device_of
 from ringdp.transport.device.transport import DeviceTransport
+from ringdp.transport.nccl import native
 from ringdp.transport.nccl.execute import BYTES, Nccl, execute, warm_up
 from ringdp.transport.nccl.library import (
     INVALID_USAGE,
@@ -24,7 +25,6 @@ from ringdp.transport.nccl.library import (
     grouped,
     shared_id,
 )
-from ringdp.transport.nccl.native import Native
 from ringdp.transport.nccl.plan import plan
 from ringdp.transport.nccl.tiles import Tiles, slab_of, staging_shape
 from ringdp.transport.records import Call
@@ -55,14 +55,15 @@ class NcclTransport(DeviceTransport):
     def prepare(self, what: Run | Exchange) -> Prepared:
         if isinstance(what, Run):
             return super().prepare(what)
-        own = Native(*what)
-        own.check()
-        return Issued(self, own, partial(self._start_own, own))
+        native.check(what)
+        return Issued(self, what, partial(self._start_own, what))
 
-    def _start_own(self, own: Native, call: Call, whole: Tensor | None, part: Tensor | None) -> int:
+    def _start_own(
+        self, what: Exchange, call: Call, whole: Tensor | None, part: Tensor | None
+    ) -> int:
         """Start one of NCCL's own collectives on device buffers. Returns its ticket."""
         all_of_it, piece = (0 if b is None else b.data_ptr() for b in (whole, part))
-        act = partial(own.run, self._nccl, all_of_it, piece, self.rank, self.ranks)
+        act = partial(native.run, what, self._nccl, all_of_it, piece, self.rank, self.ranks)
         return self._issue(self._stamped(call), act, (whole, part))
 
     def _exchange(self, ours: Stamped) -> Met | None:
