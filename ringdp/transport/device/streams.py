@@ -63,10 +63,8 @@ class Streams:
         """Within the block, folds of one chain overlap with NCCL groups of the other."""
         return nullcontext()
 
-    def moving(self, chain: int) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def folding(self, chain: int) -> AbstractContextManager[object]:
+    def in_chain(self, chain: int, *, folds: bool) -> AbstractContextManager[object]:
+        """Order the block's folds, or else its group, behind what came before in that chain."""
         return nullcontext()
 
     def end(self) -> End:
@@ -143,25 +141,16 @@ class CudaStreams(Streams):
             self._comm.wait_stream(self._reduce)
             self._chains = []
 
-    def moving(self, chain: int) -> AbstractContextManager[object]:
-        # This need not make the stream current: NCCL is passed its handle.
-        return self._linked(chain, self._comm)
-
     @contextmanager
-    def folding(self, chain: int) -> Iterator[None]:
+    def in_chain(self, chain: int, *, folds: bool) -> Iterator[None]:
         if not self._chains:
             yield
             return
-        with self._linked(chain, self._reduce), torch.cuda.stream(self._reduce):
-            yield
-
-    @contextmanager
-    def _linked(self, chain: int, stream: torch.cuda.Stream) -> Iterator[None]:
-        if not self._chains:
-            yield
-            return
+        stream = self._reduce if folds else self._comm
         stream.wait_event(self._chains[chain])
-        yield
+        # A group need not make its stream current: NCCL is passed the handle.
+        with torch.cuda.stream(stream) if folds else nullcontext():
+            yield
         self._chains[chain].record(stream)
 
     def end(self) -> End:

@@ -83,7 +83,7 @@ def _compute(
 ) -> None:
     if not any(step.folds for step in steps.values()):
         return
-    with streams.folding(tile % PARITIES):
+    with streams.in_chain(tile % PARITIES, folds=True):
         for rank, step in steps.items():
             for fold in step.folds:
                 fold_tile(ranks[rank], fold, tile, op)
@@ -107,7 +107,7 @@ def _move(
     if not sends and not receives:
         return 0
     comm, stream = nccl.comm, nccl.streams.handle
-    with nccl.streams.moving(tile % PARITIES), grouped(nccl.binding):
+    with nccl.streams.in_chain(tile % PARITIES, folds=False), grouped(nccl.binding):
         for _, to, (address, size) in sends:
             comm.send(address, size, BYTES, peer(to), stream)
         for sender, _, (address, size) in receives:
