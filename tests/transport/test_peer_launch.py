@@ -120,7 +120,7 @@ class Cupy:
 @pytest.fixture
 def cupy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Cupy:
     """In place of CuPy, with a torch that sees GPUs, of which 3 is current."""
-    cupy, stream = Cupy(), SimpleNamespace(cuda_stream=77)  # of a torch without the protocol
+    cupy, stream = Cupy(), SimpleNamespace(__cuda_stream__=lambda: (0, 77))
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)

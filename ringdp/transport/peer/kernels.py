@@ -95,7 +95,10 @@ class CudaKernels:
         """
         name, grid, jobs, shared, *others = launch
         try:
-            with on(self._cupy, jobs.device), self._cupy.cuda.Stream.from_external(_Current()):
+            with (
+                on(self._cupy, jobs.device),
+                self._cupy.cuda.Stream.from_external(torch.cuda.current_stream()),
+            ):
                 at = jobs.data_ptr()
                 self._kernels[name]((1, *grid), (THREADS,), (at, *others), shared_mem=shared)
         except (self._cupy.cuda.driver.CUDADriverError, ValueError) as e:
@@ -111,16 +114,6 @@ def on(cupy: Any, device: torch.device) -> Iterator[None]:
     """Make `device` current for torch and for CuPy, which keeps a module for each device."""
     with torch.cuda.device(device), cupy.cuda.Device(device.index):
         yield
-
-
-class _Current:
-    """torch's current stream as CUDA's stream protocol, which torch's class has only since 2.10."""
-
-    def __init__(self) -> None:
-        self._stream = torch.cuda.current_stream()
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._stream.cuda_stream
 
 
 def resolve(device: torch.device | str) -> torch.device:

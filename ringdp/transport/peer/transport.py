@@ -23,13 +23,11 @@ import torch
 from torch import Tensor
 from torch.distributed import DistError
 
-from ringdp.schedule.program import Program
 from ringdp.transport.base import (
     REDUCE_OPS,
     Exchange,
     FailureKind,
     Prepared,
-    ReduceOp,
     Run,
     Stamped,
 )
@@ -46,9 +44,8 @@ from ringdp.transport.store.handshake import FIRST_PAUSE, LONGEST_PAUSE
 
 DEPTH = 4  # FIFO slots of a channel: the fused ring needs 2
 CHANNELS = {"cuda": 16, "cpu": 2}  # not measured: NCCL takes as many blocks within a host
-MOST = (
-    64 << 20
-)  # bytes of all slots of a window: with 8 ranks on a GPU, slabs still have SLAB bytes
+# Bytes of all slots of a window: with 8 ranks on a GPU, slabs still have SLAB bytes.
+MOST = 64 << 20
 KEPT = 512  # jobs in the cache
 LARGEST = 1 << 62  # the largest number of a collective
 FAULTS = {
@@ -59,16 +56,6 @@ FAULTS = {
 
 
 _of_replays: list[object] = []  # memory that graph replays may use, kept until the process ends
-
-
-class _Asked(NamedTuple):
-    """What determines a job: the key of the cache."""
-
-    program: Program
-    bounds: tuple[int, ...]
-    op: ReduceOp
-    dtype: torch.dtype
-    timeout: float
 
 
 class _Made(NamedTuple):
@@ -90,21 +77,19 @@ class PeerTransport(DeviceTransport):
         self._shape = shape(given.handshake.ranks, CHANNELS[where.type])
         self._last_words = given.store
         self._launching, self._left, self._exits = threading.Lock(), False, threading.Event()
-        self._jobs_made: OrderedDict[_Asked, _Made] = OrderedDict()
+        # By what determines a job, the last used one last.
+        self._jobs_made: OrderedDict[tuple[object, ...], _Made] = OrderedDict()
         self._windows = windows(where, given.handshake, self._shape.window)
         super().__init__(given, where)
 
     def _join(self) -> None:
-        self._counts = self._put(torch.zeros(self._shape.counts, dtype=torch.int64))
-        self._table = self._put(torch.tensor(self._windows.addresses))
+        self._counts = self._streams.sent(torch.zeros(self._shape.counts, dtype=torch.int64))
+        self._table = self._streams.sent(torch.tensor(self._windows.addresses))
         # The kernel writes it and the host polls it, so on a GPU it is pinned host memory.
         self._failure = torch.zeros(1, dtype=torch.int64)
         if self.device.type == "cuda":
             self._failure = self._failure.pin_memory()
         self._streams.drain()
-
-    def _put(self, data: Tensor) -> Tensor:
-        return self._streams.sent(data)
 
     def prepare(self, what: Run | Exchange) -> Prepared:
         """See `Transport`. Raises UsageError if a program does not fit a block's shared memory."""
@@ -147,7 +132,7 @@ class PeerTransport(DeviceTransport):
         return (ours.digest + (0 if uneven else elements) * GOLDEN) % LARGEST + 1
 
     def _made(self, run: Run) -> _Made:
-        asked = _Asked(run.program, run.bounds, run.op, run.dtype, self.timeout)
+        asked = run.program, run.bounds, run.op, run.dtype, self.timeout
         if asked in self._jobs_made:
             self._jobs_made.move_to_end(asked)
             made = self._jobs_made[asked]
@@ -157,7 +142,7 @@ class PeerTransport(DeviceTransport):
             program = jobs.greeted(run.program)
             shared = jobs.shared_bytes([program])
             rows = jobs.rows_of(program).flatten().view(torch.int64)  # 6 int32 each
-            tables = self._put(torch.cat([torch.tensor(run.bounds), rows]))
+            tables = self._streams.sent(torch.cat([torch.tensor(run.bounds), rows]))
             job = Job(
                 self.rank,
                 *self._shape,
@@ -176,7 +161,7 @@ class PeerTransport(DeviceTransport):
                 failure=self._failure.data_ptr(),
                 windows=self._table.data_ptr(),
             )
-            made = _Made(self._put(torch.tensor([job])), tables, shared)
+            made = _Made(self._streams.sent(torch.tensor([job])), tables, shared)
             self._jobs_made[asked] = made
             if len(self._jobs_made) > KEPT:
                 self._jobs_made.popitem(last=False)

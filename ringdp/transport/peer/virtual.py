@@ -94,45 +94,36 @@ class VirtualRanks:
         begins = accumulate(map(len, bounds), initial=size)
         rooms = [self._room(jobs.room_bytes(p, self._shape, active, dtype)) for p in programs]
         each = zip(range(ranks), programs, buffers, rooms, begins, strict=False)
-        parts = [
-            self._job(rank, program, buffer, room, table[begin:], REDUCE_OPS.index(op), active)
+        made = [
+            Job(
+                rank,
+                *self._shape,
+                active=active,
+                number=self._number,
+                timeout=int(self._timeout * 1e9),
+                op=REDUCE_OPS.index(op),
+                rows=self._rows_of(program).data_ptr(),
+                length=len(program.rows),
+                bounds=table[begin:].data_ptr(),
+                chunks=program.chunks,
+                scratch=program.scratch,
+                buffer=buffer.data_ptr(),
+                room=room.data_ptr(),
+                counts=self._counts[rank].data_ptr(),
+                failure=self._failures[rank].data_ptr(),
+                windows=self._table.data_ptr(),
+            )
             for rank, program, buffer, room, begin in each
         ]
-        table.copy_(torch.tensor([*chain.from_iterable(parts), *chain.from_iterable(bounds)]))
+        table.copy_(torch.tensor([*chain.from_iterable(made), *chain.from_iterable(bounds)]))
         there = table[:size].view(ranks, -1)
         self._kernels.launch(Launch(kernel_name(dtype), (active, ranks), there, shared))
         self._raise_failure()
 
-    def _job(
-        self,
-        rank: int,
-        program: Program,
-        buffer: Tensor,
-        room: Tensor,
-        bounds: Tensor,
-        op: int,
-        active: int,
-    ) -> Job:
+    def _rows_of(self, program: Program) -> Tensor:
         if program not in self._rows:
             self._rows[program] = jobs.rows_of(program).to(self._device)
-        return Job(
-            rank,
-            *self._shape,
-            active=active,
-            number=self._number,
-            timeout=int(self._timeout * 1e9),
-            op=op,
-            rows=self._rows[program].data_ptr(),
-            length=len(program.rows),
-            bounds=bounds.data_ptr(),
-            chunks=program.chunks,
-            scratch=program.scratch,
-            buffer=buffer.data_ptr(),
-            room=room.data_ptr(),
-            counts=self._counts[rank].data_ptr(),
-            failure=self._failures[rank].data_ptr(),
-            windows=self._table.data_ptr(),
-        )
+        return self._rows[program]
 
     def _check(self, programs: Sequence[Program], buffers: Sequence[Tensor]) -> torch.dtype:
         ranks = self._shape.ranks
