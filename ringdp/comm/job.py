@@ -40,7 +40,7 @@ from torch import Tensor
 from ringdp.comm.arguments import MOST, check_algorithm, check_async, check_int, check_tensor
 from ringdp.comm.buffers import type_of, width
 from ringdp.comm.call import COLLECTIVES, NOWHERE, TAGS, call_site, fingerprint, line
-from ringdp.comm.guard import Guard, supported
+from ringdp.comm.guard import UNEVEN, Guard, supported
 from ringdp.comm.programs import program
 from ringdp.comm.work import ENDED, Group, Work
 from ringdp.errors import CommunicationError, UsageError
@@ -268,7 +268,8 @@ class Issuer:
         self._transport.check(job.any_buffer)
         if isinstance(job.by, Program):
             op = op_of_rows(job.op, spec, dtype)
-            what: Run | Exchange = Run(job.by, job.bounds, dtype, op, kind, elements)
+            uneven = spec.collective in UNEVEN
+            what: Run | Exchange = Run(job.by, job.bounds, dtype, op, kind, elements, uneven)
         else:
             what = Exchange(job.by, job.bounds, dtype, job.op, kind, job.root)
         ready = self._transport.prepare(what)

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from ringdp.comm.arguments import check_link, check_timeout, check_warn_after
 from ringdp.comm.communicator import Communicator, Connect
-from ringdp.comm.guard import differ, log_unraised
+from ringdp.comm.guard import log_unraised
 from ringdp.comm.store import generation, host, job_store, meeting
 from ringdp.errors import CollectiveTimeout, CommunicationError, PeerLost, UsageError
 from ringdp.transport.arena import Arena
@@ -208,4 +208,4 @@ def _connect(
         if transport == "c10d":
             return C10dTransport(own, group)
         kind = PeerTransport if "peer" in transport else NcclTransport
-        return kind(Given(own, group, handshake, differ, log_unraised), host="host" in transport)
+        return kind(Given(own, group, handshake, log_unraised), host="host" in transport)

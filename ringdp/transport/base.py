@@ -60,17 +60,19 @@ class FailureKind(Enum):
 
 MESSAGE = (1 << 64) - 1  # stands for the collective's number in the stamp of a send or recv
 Stamp = tuple[int, int, int]  # of a message: its collective's number and digest, its bytes
+STAMP_BYTES = 3 * 8
 NOTHING: Stamp = (0, 0, 0)
 
 
 class Stamped(NamedTuple):
-    """A call, with a `digest` of the kinds of this collective and all before it."""
+    """A call, with a `digest` of what all ranks must agree on in it and in all before it."""
 
     call: Call
     digest: int
 
     @property
-    def short(self) -> Stamp:
+    def stamp(self) -> Stamp:
+        """What ranks compare before a collective whose messages carry only data."""
         number, _, elements, _ = self.call
         return number, self.digest, elements
 
@@ -119,6 +121,7 @@ class Run(NamedTuple):
     op: ReduceOp
     kind: int
     elements: int  # of the collective, for its record
+    uneven: bool = False  # whether `elements` may differ between ranks
 
 
 class Exchange(NamedTuple):

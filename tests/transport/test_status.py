@@ -15,7 +15,17 @@ from torch.distributed import HashStore
 import ringdp
 from ringdp import Communicator
 from ringdp.comm.table import missing, table
-from ringdp.transport.records import CALLS, CLOSED, ELSEWHERE, SILENT, SITE_BYTES, Call, RankRecord
+from ringdp.transport.records import (
+    CALLS,
+    CLOSED,
+    ELSEWHERE,
+    SILENT,
+    SITE_BYTES,
+    Call,
+    RankRecord,
+    format_call,
+    parse_call,
+)
 from ringdp.transport.store import status
 from ringdp.transport.store.processes import introduce, process_state
 from ringdp.transport.store.status import LAST, State, StatusBoard, read, written
@@ -66,6 +76,17 @@ def test_a_call_that_makes_no_sense_is_not_there():
     lines = written(3, STATE).split("\n")
     lines[2:] = ["4 1 1 00", "x", *lines[3:], "999 16 70 " + b"later".ljust(SITE_BYTES).hex()]
     assert read("\n".join(lines), 3, 77, 2) == STATE._replace(calls={3: CALLED[3]})
+
+
+def test_a_call_comes_back_from_the_store():
+    assert parse_call(format_call(CALLED[3])) == CALLED[3]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "1 2 3", "1 2 x 00", "1 2 3 00", f"-1 2 3 {'00' * SITE_BYTES}"]
+)
+def test_what_makes_no_sense_is_no_call(text: str):
+    assert parse_call(text) is None
 
 
 def begin(board: StatusBoard, call: Call) -> None:

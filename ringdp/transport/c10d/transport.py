@@ -96,14 +96,18 @@ class C10dTransport(Reporting):
 
     def _start(self, run: Run, call: Call, whole: Tensor | None, _: Tensor | None) -> int:
         assert whole is not None
-        ticket, ours = next(self._tickets), self._stamped(call)
+        ticket, ours = next(self._tickets), self._stamped(call, uneven=run.uneven)
         return self._hand_over(
             self._jobs, ticket, ours, partial(self._run, ticket, ours, run, whole)
         )
 
-    def _stamped(self, call: Call) -> Stamped:
-        """Return the next collective's stamp."""
-        return Stamped(call, (self._digest ^ call[1]) * GOLDEN % (1 << 62))
+    def _stamped(self, call: Call, *, uneven: bool = False) -> Stamped:
+        """Return the call as that of the next collective. `uneven`: see `Run`."""
+        _, kind, elements, _ = call
+        digest = self._digest
+        for agreed in (kind, 0 if uneven else elements):
+            digest = (digest ^ agreed) * GOLDEN % (1 << 62)
+        return Stamped(call, digest)
 
     def _hand_over(
         self, queue: threads.Queue, ticket: int, ours: Stamped, act: Callable[[], None]

@@ -1,6 +1,6 @@
 """Messages over a torch.distributed group: a first part of fixed length, then the rest.
 
-    first   HEAD bytes: number, kind or digest, length (int64 each) | first INLINE payload bytes
+    first   its stamp: number, kind or digest, length (int64 each) | first INLINE payload bytes
     rest    the rest of the payload, if there is any
 
 If a message is longer than the buffer posted for it, a backend may abort the process, as gloo does.
@@ -19,11 +19,11 @@ from torch.distributed import ProcessGroupGloo
 from torch.distributed.distributed_c10d import Store
 
 from ringdp.errors import CommunicationError, UsageError
-from ringdp.transport.base import Stamp
+from ringdp.transport.base import STAMP_BYTES, Stamp
 from ringdp.transport.store.client import StoreSilent
 from ringdp.transport.store.handshake import Handshake
 
-HEAD, INLINE = 24, 1000  # bytes
+INLINE = 1000  # bytes
 # A backend's tags have 31 bits: for collectives; two that carry no messages, which only notice the
 # end of a peer, and cut connections; from USERS on for users' tags; from RESTS on for long rests.
 COLLECTIVE, ENDS, CUT, USERS, RESTS = 0, 1, 2, 3, 1 << 30
@@ -73,9 +73,9 @@ def send(
     """Start sending `payload`, which is copied and may be changed at once."""
     number, kind, _ = stamp
     data = as_bytes(payload)
-    first = torch.zeros(HEAD + INLINE, dtype=torch.uint8)
-    first[:HEAD] = torch.tensor([number, kind, len(data)]).view(torch.uint8)
-    first[HEAD : HEAD + len(data)] = data[:INLINE]
+    first = torch.zeros(STAMP_BYTES + INLINE, dtype=torch.uint8)
+    first[:STAMP_BYTES] = torch.tensor([number, kind, len(data)]).view(torch.uint8)
+    first[STAMP_BYTES : STAMP_BYTES + len(data)] = data[:INLINE]
     parts = [group.send([first], to, tag)]
     if len(data) > INLINE:
         parts.append(group.send([data[INLINE:].clone()], to, rest_tag))
@@ -87,7 +87,7 @@ class Incoming:
 
     def __init__(self, group: Group, sender: int, tag: int) -> None:
         """Post the receive of the first part from `sender`, or from any rank if it is -1."""
-        self._group, self._first = group, torch.empty(HEAD + INLINE, dtype=torch.uint8)
+        self._group, self._first = group, torch.empty(STAMP_BYTES + INLINE, dtype=torch.uint8)
         if sender < 0:
             self.first = group.recv_anysource([self._first], tag)
         else:
@@ -96,7 +96,7 @@ class Incoming:
     @property
     def stamp(self) -> Stamp:
         """The message's stamp, valid once the first part has arrived."""
-        number, kind, length = self._first[:HEAD].clone().view(torch.int64).tolist()
+        number, kind, length = self._first[:STAMP_BYTES].clone().view(torch.int64).tolist()
         return number, kind, length
 
     def take(
@@ -104,7 +104,7 @@ class Incoming:
     ) -> None:
         """Receive the payload into a buffer, which must be as long as the stamp says."""
         data = as_bytes(into)
-        data[:INLINE] = self._first[HEAD : HEAD + len(data)]
+        data[:INLINE] = self._first[STAMP_BYTES : STAMP_BYTES + len(data)]
         if len(data) > INLINE:
             wait(self._group.recv([data[INLINE:]], sender, rest_tag))
 

@@ -55,7 +55,9 @@ class DeviceTransport(Watching):
         """Connect to the other ranks. Collective."""
 
     def _exchange(self, ours: Stamped) -> Met | None:
-        """Enqueue a stamp exchange: send ours to the next rank, receive the previous rank's.
+        """Enqueue a stamp exchange: send ours to the next rank, receive the previous rank's. If all
+        neighbours in this ring agree, all ranks do; ranks that call different collectives would
+        hang, or get garbage.
 
         Returns None if `_execute` itself checks that the ranks agree.
         """
@@ -73,7 +75,7 @@ class DeviceTransport(Watching):
             if self._failures.failure:
                 return self._never()
             return super()._start(run, call, whole, part)
-        ours = self._stamped(call)
+        ours = self._stamped(call, uneven=run.uneven)
         return self._issue(ours, partial(self._execute, ours, run, whole), whole)
 
     def check(self, buffer: Tensor) -> None:

@@ -8,12 +8,20 @@ from functools import partial
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ringdp.transport.base import Exchange, FailureKind, Issued, Prepared, Run, Stamped
+from ringdp.transport.base import (
+    STAMP_BYTES,
+    Exchange,
+    FailureKind,
+    Issued,
+    Prepared,
+    Run,
+    Stamped,
+)
 from ringdp.transport.c10d.transport import Failed
 from ringdp.transport.device.in_flight import Given, Met
-from ringdp.transport.device.stamp import STAMP_BYTES, packed
 from ringdp.transport.device.streams import device_of
 from ringdp.transport.device.transport import DeviceTransport
 from ringdp.transport.nccl import native
@@ -70,7 +78,7 @@ class NcclTransport(DeviceTransport):
         if self.ranks == 1:
             return None
         comm, streams = self._nccl.comm, self._streams
-        sent, theirs = streams.sent(packed(ours)), streams.empty(STAMP_BYTES)
+        sent, theirs = streams.sent(torch.tensor(ours.stamp)), streams.empty(STAMP_BYTES)
         behind, before = (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
         with grouped(self._binding):
             comm.send(sent.data_ptr(), STAMP_BYTES, BYTES, behind, streams.handle)
@@ -107,5 +115,5 @@ class NcclTransport(DeviceTransport):
             return super()._failed(error, ours)
         if getattr(error, "status", None) == INVALID_USAGE and ours is not None:
             before = (self.rank - 1) % self.ranks
-            return Failed(FailureKind.MISMATCH, before, (ours.short, ours.short))
+            return Failed(FailureKind.MISMATCH, before, (ours.stamp, ours.stamp))
         return Failed(FailureKind.ABORTED, self.rank, why=f"NCCL: {error}")

@@ -31,7 +31,7 @@ from ringdp.transport.base import (
     Run,
     Stamped,
 )
-from ringdp.transport.c10d.transport import GOLDEN, Failed
+from ringdp.transport.c10d.transport import Failed
 from ringdp.transport.device import in_flight
 from ringdp.transport.device.in_flight import Given
 from ringdp.transport.device.streams import device_of
@@ -47,7 +47,6 @@ CHANNELS = {"cuda": 16, "cpu": 2}  # not measured: NCCL takes as many blocks wit
 # Bytes of all slots of a window: with 8 ranks on a GPU, slabs still have SLAB bytes.
 MOST = 64 << 20
 KEPT = 512  # jobs in the cache
-LARGEST = 1 << 62  # the largest number of a collective
 FAULTS = {
     Fault.TIMEOUT: FailureKind.TIMEOUT,
     Fault.MISMATCH: FailureKind.MISMATCH,
@@ -115,7 +114,7 @@ class PeerTransport(DeviceTransport):
     def _execute(self, ours: Stamped, run: Run, buffer: Tensor) -> int:
         made, channels = self._made(run), self._shape.channels
         room = self._room(jobs.room_bytes(run.program, self._shape, channels, run.dtype)).data_ptr()
-        name, at, number = kernel_name(run.dtype), buffer.data_ptr(), self._agreed(ours)
+        name, at, number = kernel_name(run.dtype), buffer.data_ptr(), ours.digest + 1  # not 0
         with self._launching:
             if self._left:  # the windows are gone
                 raise Failed(FailureKind.STOPPED, self.rank)
@@ -123,13 +122,6 @@ class PeerTransport(DeviceTransport):
                 Launch(name, (channels, 1), made.job, made.shared, at, room, number)
             )
         return 0  # the device counts the bytes
-
-    def _agreed(self, ours: Stamped) -> int:
-        """The number that all messages of a collective carry, not 0: a hash of what its ranks must
-        agree on."""
-        number, kind, elements, site = ours.call
-        uneven = not self._differ(ours.call, (number, kind, elements + 1, site))
-        return (ours.digest + (0 if uneven else elements) * GOLDEN) % LARGEST + 1
 
     def _made(self, run: Run) -> _Made:
         asked = run.program, run.bounds, run.op, run.dtype, self.timeout
