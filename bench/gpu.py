@@ -32,11 +32,11 @@ from bench import BEGUN
 from bench.overlay import SECONDS
 from bench.part import GRACE, ROOT, Outcome, Part, run
 from bench.results import RESULTS
+from bench.virtual import VirtualRanks
 from ringdp.cli.bench.kernels import LAUNCH_CYCLES
 from ringdp.cli.files import write_json
 from ringdp.schedule import fuse, project, schedule
 from ringdp.transport.peer.kernels import CudaKernels, Launch
-from ringdp.transport.peer.virtual import VirtualRanks
 
 LEAST = 10.0  # s: a part is not begun with less time left
 LOG = ROOT / "build" / "gpu.log"

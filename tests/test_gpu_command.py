@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import gpu, overlay, tables
+from bench import gpu, overlay, tables, virtual
 from bench import part as part_module
 from bench.gpu import PYTEST, main
 from bench.part import Outcome, Part, run
 from ringdp.cli.bench.kernel_cases import CASES, OURS
 from ringdp.cli.bench.kernels import Report, Row
 from ringdp.errors import CollectiveTimeout
-from ringdp.transport.peer import kernels, virtual
+from ringdp.transport.peer import kernels
 from tests.transport import test_peer
 
 MARK = "pytest.mark." + "gpu"

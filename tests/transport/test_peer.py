@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.virtual import VirtualRanks
 from ringdp.errors import CollectiveMismatch, CollectiveTimeout, CommunicationError, UsageError
 from ringdp.schedule import fifo_depth, fuse, project, schedule
 from ringdp.schedule.program import Program
@@ -17,7 +18,6 @@ from ringdp.transport.base import DTYPES, OPS, Op
 from ringdp.transport.peer import kernels as peer
 from ringdp.transport.peer.jobs import greeted, kernel_name
 from ringdp.transport.peer.kernels import HostKernels, Kernels
-from ringdp.transport.peer.virtual import VirtualRanks
 from ringdp.transport.simulator import simulate
 from tests.builds import Build, Builds
 from tests.transport.peer_build import EXACT, SOURCE, WithoutRank, missing

@@ -13,12 +13,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from bench.virtual import VirtualRanks
 from ringdp.errors import CommunicationError, UsageError
 from ringdp.transport.base import DTYPES
 from ringdp.transport.peer import kernels as peer
 from ringdp.transport.peer.jobs import Job, kernel_name
 from ringdp.transport.peer.kernels import Launch
-from ringdp.transport.peer.virtual import VirtualRanks
 from tests.builds import ROOT
 from tests.transport.test_peer import SLAB, programs
 

@@ -1,8 +1,9 @@
 """Virtual ranks: runs a whole collective over peer memory on one GPU, in one process.
 
 One cooperative launch has a block for every (channel, rank): blocks wait for one another, so all
-are resident or the launch is refused. The results equal the simulator's bit for bit. `transport`
-runs one rank per process; the kernel does not know the difference.
+are resident or the launch is refused. The results equal the simulator's bit for bit. The transport
+runs one rank per process; the kernel does not know the difference, so tests and `bench.gpu` need
+one GPU only, and on the host no processes.
 """
 
 from __future__ import annotations
