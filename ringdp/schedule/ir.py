@@ -76,21 +76,15 @@ class Schedule:
             raise ScheduleError(
                 f"beside() joins schedules over the same ranks, got {self.ranks} and {other.ranks}"
             )
-        chunks = self.chunks + other.chunks
-        own = [c if c < self.chunks else c + other.chunks for c in range(self._slots)]
+        ranks, chunks, scratch = range(self.ranks), self.chunks + other.chunks, self.scratch
+        own = [*range(self.chunks), *range(chunks, chunks + scratch)]
         others = [
-            c + self.chunks if c < other.chunks else c + self.chunks + self.scratch
-            for c in range(other._slots)
+            *range(self.chunks, chunks),
+            *range(chunks + scratch, chunks + scratch + other.scratch),
         ]
-        ranks = range(self.ranks)
-        return Schedule.together(
-            [
-                Schedule(self.ranks, chunks, tuple(_rename(r, ranks, own) for r in self.rounds)),
-                Schedule(
-                    self.ranks, chunks, tuple(_rename(r, ranks, others) for r in other.rounds)
-                ),
-            ]
-        )
+        parts = ((self, own), (other, others))
+        renamed = [tuple(_rename(r, ranks, names) for r in part.rounds) for part, names in parts]
+        return Schedule.together([Schedule(self.ranks, chunks, rounds) for rounds in renamed])
 
     @staticmethod
     def together(parts: Sequence[Schedule]) -> Schedule:
@@ -154,10 +148,6 @@ class Schedule:
                 for r in reversed(self.rounds)
             ),
         )
-
-    @property
-    def _slots(self) -> int:
-        return self.chunks + self.scratch
 
 
 def short(value: object) -> str:

@@ -155,19 +155,14 @@ def project(schedule: Schedule, rank: int) -> Program:
     for r, transfers in enumerate(schedule.rounds):
         timed: list[tuple[int, bool, Row]] = []
         turns: Counter[tuple[str, int]] = Counter()  # the next turn of each channel and slot
-
-        def turn(transfer: Transfer, turns: Counter[tuple[str, int]] = turns) -> int:
-            channel, slot = ("from", transfer.src), ("slot", transfer.write)
-            at = max(turns[slot], turns[channel] if transfer.src != rank else 0)
-            turns[slot], turns[channel] = at, at + 1
-            return at
-
         for t in transfers:
-            flags = STORE | (REDUCE if t.reduce else 0)
             if t.dst == rank:
+                channel, slot = ("from", t.src), ("slot", t.write)
+                at = max(turns[slot], turns[channel] if t.src != rank else 0)
+                turns[slot], turns[channel] = at, at + 1
                 source = (NONE, t.read) if t.src == rank else (t.src, NONE)
-                row = Row(r, source[0], NONE, source[1], t.write, flags)
-                timed.append((turn(t), True, row))
+                flags = STORE | (REDUCE if t.reduce else 0)
+                timed.append((at, True, Row(r, source[0], NONE, source[1], t.write, flags)))
             elif t.src == rank:
                 timed.append((turns["to", t.dst], False, Row(r, NONE, t.dst, t.read, NONE, 0)))
                 turns["to", t.dst] += 1
@@ -214,9 +209,7 @@ def _join_recv_send(rows: list[Row]) -> list[Row]:
         if row.recv_peer == NONE and row.send_peer != NONE:
             at = _last(out, sends_to=row.send_peer, writes=row.src_chunk)
             if at is not None and out[at].recv_peer != NONE == out[at].send_peer:
-                out[at] = out[at]._replace(
-                    send_peer=row.send_peer
-                )  # out[at] receives row.src_chunk
+                out[at] = out[at]._replace(send_peer=row.send_peer)  # it receives row.src_chunk
                 continue
         out.append(row)
     return out

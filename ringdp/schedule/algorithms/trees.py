@@ -104,13 +104,8 @@ def _tree_reduce(n: int) -> Schedule:
 def _levels(n: int) -> list[list[Split]]:
     """Split the ranks in two until every group is a single rank; one list of splits per level."""
     levels, groups = [], [(0, n)]
-    while any(last - first > 1 for first, last in groups):
-        level = [
-            Split(first, first + (last - first + 1) // 2, last)
-            for first, last in groups
-            if last - first > 1
-        ]
+    while groups := [(first, last) for first, last in groups if last - first > 1]:
+        level = [Split(first, (first + last + 1) // 2, last) for first, last in groups]
         levels.append(level)
-        halves = {s.first: [(s.first, s.middle), (s.middle, s.last)] for s in level}
-        groups = [half for g in groups for half in halves.get(g[0], [g])]
+        groups = [half for s in level for half in ((s.first, s.middle), (s.middle, s.last))]
     return levels

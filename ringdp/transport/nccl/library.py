@@ -63,7 +63,6 @@ class Binding(Protocol):
 
     def NcclCommunicator(self, ranks: int, unique: bytes, rank: int, /) -> Comm: ...  # noqa: N802
     def get_unique_id(self) -> bytes: ...
-    def get_version(self) -> int: ...
     def groupStart(self) -> None: ...  # noqa: N802
     def groupEnd(self) -> None: ...  # noqa: N802
 

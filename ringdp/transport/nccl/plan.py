@@ -11,7 +11,7 @@ contains no lengths: it runs on a tile, the same stretch of every chunk, as on t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count, groupby
 from typing import NamedTuple
@@ -68,23 +68,18 @@ def plan(program: Program) -> Plan:
     return _laid_out(making)
 
 
-@dataclass
 class _Making:
     """Builds the steps round by round, tracking the place of every chunk."""
 
-    program: Program
-    at: dict[int, int] = field(init=False)  # chunk or scratch chunk -> its place
-    waiting: dict[int, list[int]] = field(default_factory=dict)  # chunk -> places to add to it
-    like: dict[int, int] = field(init=False)
-    steps: list[Step] = field(default_factory=list)
-    folds: list[Fold] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        own = range(self.program.chunks)
-        self.at = {c: c for c in own}
-        self.like = {c: c for c in own}
-        self._rows = list(self.program)
-        self._new = count(self.program.chunks)
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.at = {c: c for c in range(program.chunks)}  # chunk or scratch chunk -> its place
+        self.like = dict(self.at)  # place -> a chunk of the same length
+        self.waiting: dict[int, list[int]] = {}  # chunk -> places to add to it
+        self.steps = list[Step]()
+        self.folds = list[Fold]()  # of the round that is being built
+        self._rows = list(program)
+        self._new = count(program.chunks)
 
     def add(self, round_: int, rows: list[Row]) -> None:
         for row in rows:
