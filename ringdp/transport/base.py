@@ -7,6 +7,7 @@ programs do not depend on them.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from enum import Enum
 from typing import Literal, NamedTuple, Protocol, get_args
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ringdp._core import Ready
+from ringdp.errors import UsageError
 from ringdp.schedule.program import Program
 from ringdp.transport.arena import Arena
 from ringdp.transport.bounds import Bounds
@@ -198,6 +200,7 @@ class Transport(Observed, Protocol):
     ready: Ready | None = None  # what makes repeated calls fast (csrc/ready.hpp)
     tape: Tape | None = None  # what records its work while it is traced
     arena: Arena | None = None
+    _process: int  # that made it
 
     @property
     def issued(self) -> int:
@@ -213,8 +216,10 @@ class Transport(Observed, Protocol):
         ...
 
     def check(self, buffer: Tensor) -> None:
-        """Raises UsageError if this transport cannot move the tensor."""
-        ...
+        """Raises UsageError if this transport cannot move the tensor, or in a forked process."""
+        if buffer.device.type != "cpu":
+            raise UsageError(f"this transport moves CPU tensors; this one is on {buffer.device}")
+        self._check_process()
 
     def send(self, buffer: Tensor, to: int, kind: int, *, background: bool) -> int:
         """Send `buffer` (1-D, contiguous). Returns a ticket for `wait`.
@@ -274,3 +279,15 @@ class Transport(Observed, Protocol):
         return
 
     def close(self) -> None: ...
+
+    @property
+    def _forked(self) -> bool:
+        """Whether this is a forked child, which has neither the threads nor the connections."""
+        return os.getpid() != self._process
+
+    def _check_process(self) -> None:
+        if self._forked:
+            raise UsageError(
+                f"this communicator belongs to process {self._process}; process {os.getpid()}, "
+                "forked from it, cannot use it"
+            )

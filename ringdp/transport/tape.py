@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from ringdp._core import CALL_CELLS
+from ringdp._core import CALL_CELLS, Progress
 
+Tape = Progress  # it records a transport's work while it is traced
 ENTRIES = 1 << 15  # capacity of a tape: about 0.3 s of 64 KiB tiles between reads
 WHAT = ("row", "lay out", "read", "fold", "take", "collect", "wait", "call", "failed")
 _WAIT, _CALL, _FAILED = (WHAT.index(name) for name in ("wait", "call", "failed"))
@@ -57,14 +58,6 @@ class Waited(NamedTuple):
     thread: int
     begin: int
     end: int
-
-
-class Tape(Protocol):
-    """A transport's recorder of traced work: csrc's Progress."""
-
-    def trace(self, entries: int, /) -> None: ...
-    def untrace(self) -> None: ...
-    def tape(self) -> tuple[bytes, bytes, int]: ...
 
 
 def read(tape: bytes) -> Iterator[Chunk | Ran | Waited]:

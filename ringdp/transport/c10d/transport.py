@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from ringdp.errors import UsageError
 from ringdp.schedule.program import NONE
 from ringdp.transport import threads
 from ringdp.transport.base import (
@@ -43,7 +42,6 @@ from ringdp.transport.c10d.wire import COLLECTIVE, rest_tag, tag_of
 from ringdp.transport.records import Call
 from ringdp.transport.rows import Rows, Unequal
 from ringdp.transport.store.failures import Failures, some_rank
-from ringdp.transport.store.processes import check_process
 from ringdp.transport.store.status import Reporting, listen
 
 SHORT = 64 << 10  # bytes up to which a send does not wait for its receiver, as in shared memory
@@ -178,14 +176,6 @@ class C10dTransport(Reporting):
 
         return self._post(begin, ticket)
 
-    def check(self, buffer: Tensor) -> None:
-        if buffer.device.type != "cpu":
-            raise UsageError(f"this transport moves CPU tensors; this one is on {buffer.device}")
-        self._check_process()
-
-    def _check_process(self) -> None:
-        check_process(self._process)
-
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype)
 
@@ -212,7 +202,7 @@ class C10dTransport(Reporting):
     def end(self) -> None:
         """See `Ending`."""
         C10dTransport.close(self)  # not a subclass's, which waits for a device
-        if os.getpid() == self._process:
+        if not self._forked:
             threads.join(list(self._sending))
             cut(self._group)
 

@@ -10,7 +10,6 @@ been raised by no call by then, it is reported and the process exits with 1.
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
@@ -106,14 +105,14 @@ class Watching(C10dTransport):
     def close(self) -> None:
         """Close once every collective that a wait has returned for has ended on the device, or
         something has failed."""
-        if os.getpid() == self._process:
+        if not self._forked:
             self._await_promised()
         super().close()
 
     def end(self) -> None:
         """See `Ending`. First let the watchdog count what the device has finished; otherwise the
         ranks still in that collective would lose this one."""
-        if os.getpid() == self._process:
+        if not self._forked:
             if not hasattr(sys, "last_type"):  # the error that ends the process
                 self._await_promised()
             self._failures.changed.wait_for(

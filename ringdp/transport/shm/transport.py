@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ringdp import _core
-from ringdp.errors import CommunicationError, UsageError
+from ringdp.errors import CommunicationError
 from ringdp.transport import threads
 from ringdp.transport.arena import Arena, arena_bytes
 from ringdp.transport.base import (
@@ -48,7 +48,6 @@ from ringdp.transport.shm.files import (
 )
 from ringdp.transport.shm.watch import NAME
 from ringdp.transport.store.handshake import Handshake
-from ringdp.transport.store.processes import check_process
 
 
 class ShmTransport(Transport):
@@ -248,20 +247,6 @@ class ShmTransport(Transport):
         threads.complete(self._stop)
 
     end = close  # see `Ending`
-
-    def check(self, buffer: Tensor) -> None:
-        """Raises UsageError if the tensor is not on the CPU, or in a forked child."""
-        if buffer.device.type != "cpu":
-            raise UsageError(f"shared memory moves CPU tensors; this one is on {buffer.device}")
-        self._check_process()
-
-    @property
-    def _forked(self) -> bool:
-        """Whether this is a forked child, which has neither the threads nor the shared memory."""
-        return os.getpid() != self._process
-
-    def _check_process(self) -> None:
-        check_process(self._process)
 
     def release(self) -> None:
         finished = self._core.finished()

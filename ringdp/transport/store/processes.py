@@ -10,7 +10,6 @@ from pathlib import Path
 
 from torch.distributed.distributed_c10d import Store
 
-from ringdp.errors import UsageError
 from ringdp.transport.records import CLOSED, ELSEWHERE
 
 ENDED, STOPPED = ("X", "Z"), ("T", "t")  # states of a process, as the kernel names them
@@ -31,15 +30,6 @@ def pid_of(store: Store, rank: int) -> int:
 def text_of(store: Store, key: str) -> str:
     """Return the key's value as text, empty if it is not set."""
     return store.get(key).decode(errors="replace") if store.check([key]) else ""
-
-
-def check_process(pid: int) -> None:
-    """Raises UsageError unless this process is `pid`, the communicator's, and not a fork of it."""
-    if os.getpid() != pid:
-        raise UsageError(
-            f"this communicator belongs to process {pid}; process {os.getpid()}, forked from it, "
-            "cannot use it"
-        )
 
 
 def process_state(pid: int) -> str:
