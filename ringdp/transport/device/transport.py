@@ -72,8 +72,6 @@ class DeviceTransport(Watching):
     def _start(self, run: Run, call: Call, whole: Tensor | None, part: Tensor | None) -> int:
         assert whole is not None
         if whole.device != self.device:
-            if self._failures.failure:
-                return self._never()
             return super()._start(run, call, whole, part)
         ours = self._stamped(call, uneven=run.uneven)
         return self._issue(ours, partial(self._execute, ours, run, whole), whole)
