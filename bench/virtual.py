@@ -87,7 +87,7 @@ class VirtualRanks:
         largest = max(b.nbytes for b in buffers)
         ranks, channels, _, slab = self._shape
         active = max(1, min(channels, largest // min(WORTH, slab)))
-        shared = jobs.shared_bytes(programs)
+        shared = max(map(jobs.shared_bytes, programs))
         self._number += 1
         # One upload: the jobs, followed by their bounds.
         size = ranks * len(Job._fields)

@@ -7,7 +7,6 @@ launches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -138,20 +137,13 @@ def room_bytes(program: Program, shape: Shape, active: int, dtype: torch.dtype) 
     return active * shape.slab * (program.scratch + sums)
 
 
-def shared_bytes(programs: Sequence[Program]) -> int:
-    """Bytes of shared memory that a block needs for any of the programs (csrc's shared_bytes).
+def shared_bytes(program: Program) -> int:
+    """Bytes of shared memory that a block needs for the program (csrc's shared_bytes).
 
     Raises UsageError if they exceed `SHARED`.
     """
-    needed = max(
-        LEADER
-        + (8 + 8 * COUNTS) * p.ranks
-        + 8 * (p.chunks + 1)
-        + 25 * len(p.rows)
-        + 9 * p.scratch
-        + p.chunks
-        for p in programs
-    )
+    chunks = 8 * (program.chunks + 1) + program.chunks + 9 * program.scratch
+    needed = LEADER + (8 + 8 * COUNTS) * program.ranks + 25 * len(program.rows) + chunks
     if needed > SHARED:
-        raise UsageError(f"the programs need {needed} bytes of shared memory, more than {SHARED}")
+        raise UsageError(f"the program needs {needed} bytes of shared memory, more than {SHARED}")
     return needed

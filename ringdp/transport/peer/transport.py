@@ -93,7 +93,7 @@ class PeerTransport(DeviceTransport):
     def prepare(self, what: Run | Exchange) -> Prepared:
         """See `Transport`. Raises UsageError if a program does not fit a block's shared memory."""
         if isinstance(what, Run):
-            jobs.shared_bytes([jobs.greeted(what.program)])
+            jobs.shared_bytes(jobs.greeted(what.program))
         return super().prepare(what)
 
     def sent_bytes(self) -> int:
@@ -132,7 +132,7 @@ class PeerTransport(DeviceTransport):
             if self._streams.capturing():
                 raise self._uncapturable("a table for its kernel")
             program = jobs.greeted(run.program)
-            shared = jobs.shared_bytes([program])
+            shared = jobs.shared_bytes(program)
             rows = jobs.rows_of(program).flatten().view(torch.int64)  # 6 int32 each
             tables = self._streams.sent(torch.cat([torch.tensor(run.bounds), rows]))
             job = Job(
