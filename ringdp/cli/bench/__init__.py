@@ -3,7 +3,7 @@
 run        interleaves rounds of all contenders, and turns the times into rows
  ├ groups    starts, commands and ends each contender's processes
  │  └ worker   one rank of a contender: rewrites, times, checks
- │     └ ours, torchs, mpi, probe   how each contender is called
+ │     └ contenders, mpi   how each library is called
  ├ cases     inputs and correct results of each collective, and the bytes that must move
  └ bound     the physical bound; rows: measurements and the cost model's predictions
 

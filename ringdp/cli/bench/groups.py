@@ -4,7 +4,7 @@
 
 Each rank connects to its group's socket and says who it is; pipes would not do, because MPI
 launchers give only rank 0 a standard input. A rank that fails or dies ends the run with a
-RankError. However the run ends, every process is gone when `Groups` is left.
+RankError. However the run ends, every process is gone when the context of `groups` is left.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from ringdp.cli.bench import peers, probe
-from ringdp.cli.bench.contender import Failure, Hello, Round, Times
+from ringdp.cli.bench import peers
+from ringdp.cli.bench.contenders import Failure, Hello, Round, Times
 from ringdp.cli.launch import RankError, room_for_sockets
 from ringdp.cli.loopback import environment, loopback_store
 
@@ -34,58 +34,39 @@ HURRY = 3.0  # s for the same after a failure: some ranks may wait for a dead on
 LAST_WORDS = 1.0  # s from SIGTERM to SIGKILL
 
 
-class Groups:
-    """All groups of a run, by name."""
-
-    def __init__(
-        self, names: Sequence[str], ranks: int, cores: Sequence[int], largest: int
-    ) -> None:
-        """`largest` is the size of the largest buffer in bytes."""
-        self._names, self._ranks, self._cores, self._largest = names, ranks, cores, largest
-        self._groups: dict[str, _Group] = {}
-
-    def __enter__(self) -> Self:
-        with room_for_sockets():
-            self._directory = tempfile.TemporaryDirectory(prefix="ringdp-")
+@contextmanager
+def groups(
+    names: Sequence[str], ranks: int, cores: Sequence[int], largest: int
+) -> Iterator[dict[str, Group]]:
+    """Start all groups, and yield them by name. `largest` is that of the buffers, in bytes."""
+    with room_for_sockets():
+        directory = tempfile.TemporaryDirectory(prefix="ringdp-")
+    started: dict[str, Group] = {}
+    grace = HURRY
+    with directory as place:
         try:
-            for name in self._names:
-                ranks = (
-                    probe_ranks(self._ranks, len(self._cores)) if name == "probe" else self._ranks
-                )
-                self._groups[name] = _Group(
-                    name, ranks, self._cores, self._largest, Path(self._directory.name)
-                )
-            for group in self._groups.values():
+            for name in names:
+                size = probe_ranks(ranks, len(cores)) if name == "probe" else ranks
+                started[name] = Group(name, size, cores, largest, Path(place))
+            for group in started.values():
                 group.await_hello()
-        except BaseException:
-            self._end(HURRY)
-            raise
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._end(GRACE if kind is None else HURRY)
-
-    def versions(self) -> dict[str, str]:
-        return {name: group.version for name, group in self._groups.items() if name != "probe"}
-
-    def run(self, name: str, command: Round) -> list[Times]:
-        """Run one round of one group while all others sleep; return each rank's times."""
-        return self._groups[name].run(command)
-
-    def _end(self, grace: float) -> None:
-        deadline = time.monotonic() + grace
-        for group in self._groups.values():
-            group.ask_to_end()
-        for group in self._groups.values():
-            group.end(deadline)
-        self._directory.cleanup()
+            yield started
+            grace = GRACE
+        finally:
+            deadline = time.monotonic() + grace
+            for group in started.values():
+                group.ask_to_end()
+            for group in started.values():
+                group.end(deadline)
 
 
 def probe_ranks(ranks: int, cores: int) -> int:
     return min(ranks, cores)
 
 
-class _Group:
+class Group:
+    """The ranks of one contender, and the process that started them."""
+
     def __init__(
         self, name: str, ranks: int, cores: Sequence[int], largest: int, directory: Path
     ) -> None:
@@ -98,33 +79,22 @@ class _Group:
         self._socket.bind(address)
         self._socket.listen(ranks)
         worker = ["ringdp.cli.bench.worker", name, address, ",".join(map(str, cores))]
-        python = [sys.executable, "-m", *worker]
+        command = [sys.executable, "-m", *worker]
         shared = {"OMP_NUM_THREADS": "1", "TMPDIR": str(directory)}
         if name in peers.MPIS:
             launch = peers.launch(name, ranks, len(cores))
-            self._launcher = self._start([*launch.command, *python], shared | launch.environment)
-            return
-        self._store = loopback_store()
-        shared |= environment(self._store.port, ranks)
-        descriptors = []
-        if name == "probe":
-            descriptors = [probe.shared_file(ranks, largest)]
-            shared[probe.FILE_VARIABLE] = str(descriptors[0])
-        self._launcher = self._start([*python, str(ranks)], shared, descriptors)
-        for descriptor in descriptors:
-            os.close(descriptor)
-
-    def _start(
-        self, command: list[str], environment: dict[str, str], descriptors: Sequence[int] = ()
-    ) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
+            command, shared = [*launch.command, *command], shared | launch.environment
+        else:
+            self._store = loopback_store()
+            command += [str(ranks), str(largest)]
+            shared |= environment(self._store.port, ranks)
+        self._launcher = subprocess.Popen(
             command,
-            env=os.environ | environment,
+            env=os.environ | shared,
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C reaches the controller alone, which ends the ranks
-            pass_fds=descriptors,
         )
 
     def await_hello(self) -> None:
@@ -146,6 +116,7 @@ class _Group:
         self._socket.close()
 
     def run(self, command: Round) -> list[Times]:
+        """Run one round while all other groups sleep; return each rank's times."""
         self._tell(command)
         waiting = {pipe: rank for rank, pipe in self._pipes.items()}
         deadline = time.monotonic() + ROUND_TIMEOUT

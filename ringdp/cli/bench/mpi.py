@@ -12,7 +12,7 @@ from typing import Any
 from mpi4py import MPI
 
 from ringdp.cli.bench.cases import Task
-from ringdp.cli.bench.contender import Buffers, Contender
+from ringdp.cli.bench.contenders import Buffers, Contender
 
 OPS = {"sum": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
 Array = Any  # numpy's, of any dtype

@@ -16,8 +16,8 @@ from typing import NamedTuple
 from ringdp.cli import gpus
 from ringdp.cli.bench.bound import LEAST, Speeds, bound
 from ringdp.cli.bench.cases import CASES, PROBES, Task, elements, itemsize
-from ringdp.cli.bench.contender import Round
-from ringdp.cli.bench.groups import Groups, probe_ranks
+from ringdp.cli.bench.contenders import Round
+from ringdp.cli.bench.groups import Group, groups, probe_ranks
 from ringdp.cli.bench.machine import describe, load
 from ringdp.cli.bench.options import Options, has_own
 from ringdp.cli.bench.peers import MPIS, launch
@@ -65,15 +65,15 @@ def measure(
     largest = -(-max(options.sizes[-1], LEAST) // PAGE) * PAGE
     rows: list[Row] = []
     asked = asdict(options) | {"min": options.least, "max": options.most, "json": None}
-    with Groups(names, options.ranks, cores, largest) as groups:
-        contenders = groups.versions()
+    with groups(names, options.ranks, cores, largest) as started:
+        contenders = {name: started[name].version for name in names[:-1]}
         for peer in MPIS.keys() & contenders.keys():
             contenders[peer] += f"; {launch(peer, options.ranks, len(cores)).settings}"
         for place, size in enumerate(options.sizes):
             count = elements(CASES[options.collective], options.dtype, size, options.ranks)
             entries = _entries(options, count, max(size, LEAST))
             samples = {entry: Samples() for entry in entries}
-            for done, entry in _interleave(groups, samples, options.rounds):
+            for done, entry in _interleave(started, samples, options.rounds):
                 on_step(Step((place + done) / len(options.sizes), size, _label(entry)))
             rows += _rows(options, count, len(cores), samples)
             machine["load after"] = load()
@@ -100,7 +100,7 @@ def _entries(options: Options, count: int, probed: int) -> list[Entry]:
 
 
 def _interleave(
-    groups: Groups, samples: dict[Entry, Samples], rounds: int
+    started: dict[str, Group], samples: dict[Entry, Samples], rounds: int
 ) -> Iterator[tuple[float, Entry]]:
     """Run all rounds. Before each, yield the share that is done, and the entry that comes next."""
     entries, done = list(samples), 0
@@ -110,7 +110,7 @@ def _interleave(
             yield done / len(entries) / (rounds + 1), entry
             done += 1
             found = samples[entry]
-            ranks = groups.run(entry.group, Round(entry.task, number, found.calls))
+            ranks = started[entry.group].run(Round(entry.task, number, found.calls))
             slowest = [
                 max(times) / 1e9 for times in zip(*(r.nanoseconds for r in ranks), strict=True)
             ]

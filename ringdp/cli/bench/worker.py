@@ -1,8 +1,9 @@
 """One rank of a contender: waits for rounds, rewrites inputs, times calls and checks results.
 
-    python -m ringdp.cli.bench.worker CONTENDER SOCKET CORES [RANKS]
+    python -m ringdp.cli.bench.worker CONTENDER SOCKET CORES [RANKS BYTES]
 
-With RANKS it imports torch once and forks that many ranks; without, a launcher starts each rank.
+With RANKS it imports torch once and forks that many ranks, whose buffers have at most BYTES each;
+without, a launcher starts each rank.
 CORES are core numbers separated by commas. Before any thread starts, rank r pins itself to one of
 them, r modulo their count; ranks on GPUs use all. Between rounds a rank sleeps in a read, so that
 other contenders have the cores. If the controller dies, the read ends, and so does the rank.
@@ -31,7 +32,17 @@ from ringdp.cli.bench.cases import (
     wrong_constant,
     wrong_pattern,
 )
-from ringdp.cli.bench.contender import Buffers, Contender, Failure, Hello, Round, Times
+from ringdp.cli.bench.contenders import (
+    Buffers,
+    Contender,
+    Failure,
+    Hello,
+    Ours,
+    Probe,
+    Round,
+    Times,
+    Torchs,
+)
 from ringdp.cli.bench.peers import MPIS
 from ringdp.cli.bench.rows import OURS
 
@@ -40,9 +51,14 @@ RANK_VARIABLES = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK")  # torchrun's, MPI
 
 
 def main() -> None:
-    name, address, cores, *ranks = sys.argv[1:]
-    if not ranks or not _parent_of(int(ranks[0])):
-        be_rank(name, address, cores)
+    name, address, cores, *forked = sys.argv[1:]
+    if forked:
+        ranks, largest = map(int, forked)
+        if name == "probe":
+            Probe.share(ranks, largest)
+        if _parent_of(ranks):
+            return
+    be_rank(name, address, cores)
 
 
 def _parent_of(ranks: int) -> bool:
@@ -82,21 +98,14 @@ def be_rank(name: str, address: str, cores: str) -> None:
 
 
 def connect(name: str) -> Contender:
-    """Import only this contender's library: importing mpi4py starts MPI."""
     if name in OURS:
-        from ringdp.cli.bench.ours import Ours
-
         return Ours(name)
+    if name == "probe":
+        return Probe()
     if name in MPIS:
-        from ringdp.cli.bench.mpi import Mpi
+        from ringdp.cli.bench.mpi import Mpi  # importing mpi4py starts MPI
 
         return Mpi()
-    if name == "probe":
-        from ringdp.cli.bench.probe import Probe
-
-        return Probe()
-    from ringdp.cli.bench.torchs import Torchs
-
     return Torchs(name)
 
 

@@ -8,16 +8,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib import metadata
 from pathlib import Path
-from typing import Self
 
 import pytest
 
 from ringdp.cli.bench import command, groups, peers, run
 from ringdp.cli.bench.cases import Task
-from ringdp.cli.bench.contender import Round, Times
-from ringdp.cli.bench.groups import Groups, probe_ranks
+from ringdp.cli.bench.contenders import Round, Times
+from ringdp.cli.bench.groups import probe_ranks
 from ringdp.cli.bench.options import Options
 from ringdp.cli.bench.rows import Report, read
 from ringdp.cli.bench.run import FEWEST, Step
@@ -173,13 +173,14 @@ def test_a_rank_that_dies_ends_the_others(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(tempfile, "tempdir", str(long))
     monkeypatch.setattr(groups, "HURRY", 0.1)  # s, for a rank that waits for the dead one
     round_ = Round(Task("all_reduce", "auto", False, "float32", "sum", 256), number=0, calls=3)
-    with Groups(["shm"], 2, sorted(os.sched_getaffinity(0)), largest=4096) as alone:
+    with groups.groups(["shm"], 2, sorted(os.sched_getaffinity(0)), largest=4096) as started:
+        alone = started["shm"]
         assert tempfile.gettempdir() == str(long)
-        assert len(alone.run("shm", round_)) == 2
-        ranks = alone._groups["shm"]._pids
+        assert len(alone.run(round_)) == 2
+        ranks = alone._pids
         os.kill(ranks[0], signal.SIGKILL)
         with pytest.raises(RankError, match=r"shm (died|failed) in all_reduce of 256 float32"):
-            alone.run("shm", round_)
+            alone.run(round_)
     assert_gone(ranks)
 
 
@@ -193,20 +194,13 @@ def assert_gone(pids: list[int]) -> None:
 class Scripted:
     """In place of processes: every call takes a microsecond, and at the second size a rank dies."""
 
-    def __init__(self, *_: object) -> None:
+    version = "1"
+
+    def __init__(self) -> None:
         self.counts: set[int] = set()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def versions(self) -> dict[str, str]:
-        return {"shm": "1"}
-
-    def run(self, name: str, command: Round) -> list[Times]:
-        if name == "shm":
-            self.counts.add(command.task.count)
+    def run(self, command: Round) -> list[Times]:
+        self.counts.add(command.task.count)
         if len(self.counts) == 2:
             raise RankError("rank 1 died")
         return [Times([1000] * command.calls, 0)] * 2
@@ -215,7 +209,8 @@ class Scripted:
 def test_what_was_measured_is_in_the_file_though_a_later_size_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "Groups", Scripted)
+    scripted = {name: Scripted() for name in ("shm", "probe")}
+    monkeypatch.setattr(run, "groups", lambda *_: nullcontext(scripted))
     file = tmp_path / "rows.json"
     sizes = ["--min", "1K", "--max", "4K", "--rounds", "1", "--json", str(file)]
     assert main(["bench", "all_reduce", *sizes]) != 0

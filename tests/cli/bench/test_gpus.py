@@ -12,8 +12,7 @@ import torch.distributed as dist
 from ringdp.cli import gpus
 from ringdp.cli.bench import peers, worker
 from ringdp.cli.bench.cases import Task
-from ringdp.cli.bench.contender import Buffers, Round
-from ringdp.cli.bench.torchs import Torchs
+from ringdp.cli.bench.contenders import Buffers, Round, Torchs
 from ringdp.errors import UsageError
 
 TASK = Task("all_reduce", "torch-nccl", False, "float32", "sum", 16)
