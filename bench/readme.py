@@ -24,7 +24,7 @@ from bench.results import OTHER, RESULTS, load
 from bench.small import Small
 from bench.tables import error, kernels, link, markdown, plan
 from ringdp.cli.bench.rows import read
-from ringdp.cli.record import MEMORY
+from ringdp.cli.runs import MEMORY
 from ringdp.schedule import schedule, svg
 
 ROOT = Path(__file__).parent.parent

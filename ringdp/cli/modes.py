@@ -6,25 +6,36 @@
     ddp               ringdp.DistributedDataParallel
 
 In each mode `ranks` models compute gradients; a server is one more process.
+
+The report is a table with a column per mode, and checks. Modes that apply all gradients in one step
+learn what the single process learns, within Note [the bound on the loss]. A synchronous server and
+DDP add the same numbers in the same order.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from rich.console import Console
+from rich.table import Table
 from torch import nn
 
 import ringdp
 from ringdp.cli import gpt
+from ringdp.cli.console import say, table
 from ringdp.cli.launch import launch
 from ringdp.cli.options import Options
-from ringdp.cli.runs import Job
+from ringdp.cli.report import add_pairs, say_wrong, show_titled
+from ringdp.cli.runs import Job, Optimizer, Progress, Record, Trained, parameter_digest, train
 from ringdp.cli.text import Text
-from ringdp.cli.training import Optimizer, Progress, Trained, parameter_digest, train
+from ringdp.cli.verdict import too_far
 from ringdp.parallel.simple import SERVER, DataParallel, RemoteOptimizer, serve, serve_each
 
 Emit = Callable[[Progress], None]
+
+EXACT = ("parameter-server", "ddp")  # equal bit for bit
 
 
 @dataclass(frozen=True)
@@ -104,29 +115,25 @@ def _naive(options: Options, data: bytes, emit: Emit) -> Part:
 def part(job: Job, emit: Emit) -> Part:
     """What each process of the other modes runs, on one thread."""
     torch.set_num_threads(1)
-    with ringdp.init() as comm:
-        return _part(job, comm, emit)
-
-
-def _part(job: Job, comm: ringdp.Communicator, emit: Emit) -> Part:
     options, mode = job.options, job.mode
     data = job.load_text()
     net: nn.Module
     net = model = gpt.build(gpt.Shape(options.context), options.seed)
-    report = emit if comm.rank == comm.size - 1 else None
-    if mode == "ddp":
-        net = ddp = ringdp.DistributedDataParallel(model)
-        optimizer: Optimizer = torch.optim.AdamW(net.parameters(), lr=options.learning_rate)
-        worker, sent = comm.rank, ddp.sent_bytes
-    elif comm.rank == SERVER:
-        return _serve(mode, options, model, comm)
-    else:
-        scale = 1 / options.ranks if mode == "parameter-server" else 1.0
-        optimizer = RemoteOptimizer(model, comm, scale=scale)
-        worker, sent = comm.rank - 1, comm.sent_bytes
-    rows = options.rows(worker)
-    done = train(mode, net, optimizer, data, options, report, rows=rows, sent=sent)
-    return _measured(done, model)
+    with ringdp.init() as comm:
+        if mode == "ddp":
+            net = ddp = ringdp.DistributedDataParallel(model)
+            optimizer: Optimizer = torch.optim.AdamW(net.parameters(), lr=options.learning_rate)
+            worker, sent = comm.rank, ddp.sent_bytes
+        elif comm.rank == SERVER:
+            return _serve(mode, options, model, comm)
+        else:
+            scale = 1 / options.ranks if mode == "parameter-server" else 1.0
+            optimizer = RemoteOptimizer(model, comm, scale=scale)
+            worker, sent = comm.rank - 1, comm.sent_bytes
+        report = emit if comm.rank == comm.size - 1 else None
+        rows = options.rows(worker)
+        done = train(mode, net, optimizer, data, options, report, rows=rows, sent=sent)
+        return _measured(done, model)
 
 
 def _serve(mode: str, options: Options, model: nn.Module, comm: ringdp.Communicator) -> Part:
@@ -142,3 +149,82 @@ def _serve(mode: str, options: Options, model: nn.Module, comm: ringdp.Communica
 
 def _measured(done: Trained, model: nn.Module) -> Part:
     return Part(done.loss, done.seconds, done.sent[-1], parameter_digest(model))
+
+
+def show(
+    console: Console, runs: Sequence[ModeRun], reference: Record | None, problems: Sequence[str]
+) -> None:
+    of = runs[0]
+    show_titled(console, _table(runs, reference), of.parameters, of.ranks, len(of.loss))
+    if not problems:
+        say(console, _all_hold(runs, reference), "green")
+    say_wrong(console, problems)
+
+
+def complaints(runs: Sequence[ModeRun], reference: Record | None, options: Options) -> list[str]:
+    """One line for each check that fails."""
+    found = []
+    tokens = options.global_batch * options.context
+    for run in runs:
+        if run.sent != run.sent_formula:
+            found.append(f"{run.mode}: {run.sent:,} bytes sent, formula {run.sent_formula:,}")
+        if not np.isfinite(run.loss).all():
+            found.append(f"{run.mode}: a loss is not finite: training diverged")
+        elif reference is not None and run.mode != "async":
+            found += too_far(run.mode, run.loss, reference, tokens)
+        if run.mode != "async" and len({part.digest for part in run.parts}) > 1:
+            found.append(f"{run.mode}: processes differ in a parameter after the last step")
+    exact = [run for run in runs if run.mode in EXACT]
+    if len({(run.loss, run.parts[-1].digest) for run in exact}) > 1:
+        found.append(f"{' and '.join(EXACT)} differ in a loss or a parameter")
+    return found
+
+
+def to_json(run: ModeRun) -> dict[str, Any]:
+    return {
+        "mode": run.mode,
+        "ranks": run.ranks,
+        "parameters": run.parameters,
+        "loss": list(run.loss),
+        "step_ms": {"p50": round(run.milliseconds, 3)},
+        "traffic": {
+            "sent_bytes_per_step": run.sent,
+            "formula": run.sent_formula,
+            "busiest_process": run.busiest,
+        },
+        "staleness": list(run.staleness),
+    }
+
+
+def _all_hold(runs: Sequence[ModeRun], reference: Record | None) -> str:
+    lines = ["Bytes sent equal their formulas."]
+    modes = [run.mode for run in runs]
+    if reference is not None and modes != ["async"]:
+        but = ", but for async's, which has none" if "async" in modes else ""
+        lines.append(f"Losses stay within the float32 bound{but}.")
+    if all(mode in modes for mode in EXACT):
+        lines.append(f"{' and '.join(EXACT)} are equal bit for bit.")
+    return " ".join(lines)
+
+
+def _table(runs: Sequence[ModeRun], reference: Record | None) -> Table:
+    made = table("bytes are per step", *(run.mode for run in runs), left=("bytes are per step",))
+    made.columns[0].header_style = "dim"
+    made.add_row("processes", *(f"{len(run.parts)}" for run in runs))
+    made.add_row("final loss", *(f"{run.loss[-1]:.6f}" for run in runs))
+    if reference is not None:
+        alone = f"{reference.loss[-1]:.6f}"
+        made.add_row("  one process alone", *(alone for _ in runs), style="dim")
+    made.add_row("step ms, p50", *(f"{run.milliseconds:.1f}" for run in runs))
+    made.add_section()
+    add_pairs(made, "sent, all processes", [(run.sent, run.sent_formula) for run in runs])
+    made.add_row("sent, the busiest", *(f"{run.busiest:,}" for run in runs))
+    made.add_row("staleness, mean", *(_of(run, np.mean) for run in runs))
+    made.add_row("  most", *(_of(run, np.max) for run in runs))
+    return made
+
+
+def _of(run: ModeRun, summary: Any) -> str:
+    if not run.staleness:
+        return "0" if run.mode != "async" else "-"
+    return f"{summary(run.staleness):.2f}".removesuffix(".00")

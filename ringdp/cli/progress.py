@@ -9,8 +9,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from ringdp.cli.console import fits, say
-from ringdp.cli.record import MEMORY
-from ringdp.cli.training import Progress
+from ringdp.cli.runs import MEMORY, Progress
 
 PLAIN_EVERY = 5.0  # s
 MIB = 1 << 20

@@ -10,8 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ringdp.cli.console import counted, say, show_table, table
-from ringdp.cli.modes import ModeRun
-from ringdp.cli.record import MEMORY, Record
+from ringdp.cli.runs import MEMORY, Record
 from ringdp.cli.verdict import differences, equal_bits, loss_bound
 
 
@@ -52,7 +51,8 @@ def sample_line(sample: bytes) -> str:
 def show(
     console: Console, runs: Sequence[Record], reference: Record | None, problems: Sequence[str]
 ) -> None:
-    show_titled(console, runs[0], _table(runs, reference))
+    of = runs[0]
+    show_titled(console, _table(runs, reference), of.parameters, of.ranks, len(of.loss))
     line = equality_line(runs)
     if line is not None:
         say(console, line, "green" if equal_bits(runs) else "bold red")
@@ -63,9 +63,9 @@ def show(
     say_wrong(console, problems)
 
 
-def show_titled(console: Console, run: Record | ModeRun, made: Table) -> None:
-    """Show the table under a heading with the sizes of `run`, which is any of those in it."""
-    counts = ((run.parameters, "parameter"), (run.ranks, "rank"), (len(run.loss), "step"))
+def show_titled(console: Console, made: Table, parameters: int, ranks: int, steps: int) -> None:
+    """Show the table under a heading with the sizes of its runs."""
+    counts = ((parameters, "parameter"), (ranks, "rank"), (steps, "step"))
     console.print()
     say(console, ", ".join(counted(*count) for count in counts), "bold")
     show_table(console, made)

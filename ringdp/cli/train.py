@@ -8,17 +8,15 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ringdp.cli import mode_report, text
+from ringdp.cli import modes, text
 from ringdp.cli.console import counted, say, say_written
 from ringdp.cli.files import write_json
 from ringdp.cli.gpus import check_transport
 from ringdp.cli.launch import Entry, launch, warm_up
-from ringdp.cli.modes import run_mode
 from ringdp.cli.options import Options, check
 from ringdp.cli.progress import Display
-from ringdp.cli.record import Record, to_json
 from ringdp.cli.report import show
-from ringdp.cli.runs import Job, run_single, run_stages
+from ringdp.cli.runs import Job, Record, run_single, run_stages, to_json
 from ringdp.cli.verdict import complaints
 from ringdp.errors import RingdpError
 
@@ -47,15 +45,15 @@ def run(options: Options, console: Console, *, entry: Entry[Job, list[Record]] =
         if options.reference:
             reference = run_single(options, learned.data, display.update)
         if options.modes:
-            modes = [run_mode(m, options, learned, display.update) for m in options.modes]
+            runs = [modes.run_mode(m, options, learned, display.update) for m in options.modes]
         else:
             job = Job(options, learned.digest)
             with _warn_without_trace(options.trace):
                 ranks = launch(entry, job, options.ranks, display.update)
     if options.modes:
-        found = [mode_report.to_json(run) for run in modes]
-        problems = mode_report.complaints(modes, reference, options)
-        report = partial(mode_report.show, console, modes, reference, problems)
+        found = [modes.to_json(run) for run in runs]
+        problems = modes.complaints(runs, reference, options)
+        report = partial(modes.show, console, runs, reference, problems)
     else:
         found = [to_json(run) for run in ranks[0]]
         problems = complaints(ranks, reference)

@@ -23,7 +23,7 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
-from ringdp.cli.record import MEMORY, Record
+from ringdp.cli.runs import MEMORY, Record
 
 UNIT_ROUNDOFF = 2.0**-24  # float32, to nearest
 

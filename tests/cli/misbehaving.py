@@ -13,10 +13,8 @@ import ringdp
 from ringdp.cli import launch
 from ringdp.cli.exits import exit_code
 from ringdp.cli.options import Options
-from ringdp.cli.record import Record
-from ringdp.cli.runs import Job
+from ringdp.cli.runs import Job, Progress, Record
 from ringdp.cli.train import run
-from ringdp.cli.training import Progress
 
 Emit = Callable[[Progress], None]
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ringdp.cli.record import Record
+from ringdp.cli.runs import Record
 
 MEMORY = {
     "parameters": 4_130_304,

@@ -17,8 +17,7 @@ from rich.console import Console
 from ringdp.cli.doctor.job import parents
 from ringdp.cli.exits import exit_code
 from ringdp.cli.launch import Entry
-from ringdp.cli.record import Record
-from ringdp.cli.runs import Job
+from ringdp.cli.runs import Job, Record
 from ringdp.cli.train import run
 from ringdp.transport.store.processes import has_ended
 from tests.cli.conftest import SECONDS, processes

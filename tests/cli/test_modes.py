@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from ringdp.cli.main import main
-from ringdp.cli.mode_report import complaints, show
-from ringdp.cli.modes import ModeRun, Part
+from ringdp.cli.modes import ModeRun, Part, complaints, show
 from ringdp.cli.options import MODES, Options
 from tests.cli.conftest import printed
 from tests.cli.rows import REFERENCE

@@ -6,9 +6,8 @@ import pytest
 from rich.console import Console
 
 from ringdp.cli.progress import Display, plain_line
-from ringdp.cli.record import Record, to_json
 from ringdp.cli.report import sample_line, show
-from ringdp.cli.training import Progress
+from ringdp.cli.runs import Progress, Record, to_json
 from tests.cli.conftest import printed
 from tests.cli.rows import MEMORY, REFERENCE, STAGE_0, STAGES
 

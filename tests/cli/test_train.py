@@ -14,7 +14,7 @@ from ringdp.cli import runs, train
 from ringdp.cli.launch import SignalError
 from ringdp.cli.main import main
 from ringdp.cli.options import Options
-from ringdp.cli.record import MEMORY
+from ringdp.cli.runs import MEMORY
 from ringdp.cli.timeline.digest import digest
 from ringdp.cli.timeline.read import read
 from ringdp.cli.timeline.shapes import HELD

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from ringdp.cli.record import Record
+from ringdp.cli.runs import Record
 from ringdp.cli.verdict import complaints, loss_bound
 from tests.cli.rows import MEMORY, REFERENCE, STAGE_0, STAGES
 
