@@ -21,8 +21,7 @@ import torch
 from torch.distributed import PrefixStore, TCPStore
 
 from ringdp import Communicator
-from ringdp.cli.doctor import packages, report
-from ringdp.cli.doctor.host import Check
+from ringdp.cli.doctor import report
 from ringdp.cli.doctor.job import family
 from ringdp.cli.loopback import loopback_store
 from ringdp.cli.main import main
@@ -58,7 +57,7 @@ def test_as_json(capsys):
 
 @pytest.mark.parametrize(("needed", "code"), [(True, 1), (False, 0)])
 def test_only_what_is_needed_counts(monkeypatch, capsys, needed, code):
-    lacking = Check("[red]", "none", well=False, needed=needed, advice="get one")
+    lacking = report.Check("[red]", "none", needed=needed, advice="get one")
     monkeypatch.setattr(report, "examine", lambda: [lacking])
     assert main(["doctor"]) == code
     assert re.match(r"(NO|-) +\[red\] +none\n +-> get one\n", capsys.readouterr().out)
@@ -69,9 +68,9 @@ def test_only_what_is_needed_counts(monkeypatch, capsys, needed, code):
 )
 def test_who_has_no_nccl_is_told_the_extra_for_their_torch(monkeypatch, cuda, extra):
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(packages, "_libnccl", list)
-    monkeypatch.setattr(packages, "_version", lambda package: None)
-    for check in (packages.nccl(), packages.cupy()):
+    monkeypatch.setattr(report, "_libnccl", list)
+    monkeypatch.setattr(report, "_version", lambda package: None)
+    for check in (report.nccl(), report.cupy()):
         assert f"pip install 'ringdp[{extra}" in check.advice
 
 

@@ -6,26 +6,186 @@ show what else would be possible, or faster.
 
 from __future__ import annotations
 
+import fcntl
 import json
-from collections.abc import Sequence
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
 
+import torch
 from rich.console import Console
 
+from ringdp import _core
 from ringdp.cli.console import folding, put
-from ringdp.cli.doctor.host import HOST, Check
-from ringdp.cli.doctor.packages import PACKAGES
+from ringdp.transport.nccl.library import INSTALL
+from ringdp.transport.peer.kernels import FATBIN
+
+MIB = 1 << 20
+IMPORT_SECONDS = 60.0  # for an import; a broken package may hang
+
+
+class Check(NamedTuple):
+    """`advice` says what to do, unless all is well. ringdp cannot run without what is `needed`."""
+
+    what: str
+    found: str
+    advice: str = ""
+    needed: bool = False
+
+    @property
+    def well(self) -> bool:
+        return not self.advice
+
+
+def python() -> Check:
+    return Check("Python", f"{platform.python_version()} at {sys.executable}", needed=True)
+
+
+def core() -> Check:
+    return Check("ringdp's C++", _core.__file__, needed=True)
+
+
+def compiler() -> Check:
+    name = os.environ.get("CXX", "g++")
+    advice = "only to build from source: install g++, or set CXX"
+    return _tool("C++ compiler", name, advice)
+
+
+def make() -> Check:
+    return _tool("make", "make", "only for the Makefile: install make, or run its commands")
+
+
+def memfd() -> Check:
+    what = "shared memory"
+    try:
+        fd = os.memfd_create("ringdp-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, MIB)
+            os.posix_fallocate(fd, 0, MIB)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        advice = "Linux 3.17 or newer, and a sandbox that allows memfd_create, are needed"
+        return Check(what, f"memfd: {error}", advice, needed=True)
+    return Check(what, f"memfd works; {_memory()}", needed=True)
+
+
+def peers() -> Check:
+    """Whether a process may open another's descriptors, as ranks open rank 0's segment."""
+    what = "other ranks' memory"
+    with _child() as (pid, fd):
+        try:
+            os.close(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY))
+        except OSError as error:
+            advice = "mount /proc without hidepid; run all ranks as one user, in one container"
+            return Check(what, f"/proc/PID/fd: {error.strerror}", advice, needed=True)
+    return Check(what, "opens through /proc/PID/fd", needed=True)
+
+
+def pidfd() -> Check:
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as error:
+        advice = "a rank's death is seen by its pid instead, once its parent has reaped it"
+        return Check("pidfd", str(error), advice)
+    return Check("pidfd", "a rank's death is seen at once")
+
+
+def shm_directory() -> Check:
+    """ringdp does not use /dev/shm, but torch's data loaders and NCCL do."""
+    what = "/dev/shm"
+    try:
+        size = shutil.disk_usage(what).total
+    except OSError as error:
+        return Check(what, f"{error.strerror}", "only NCCL and data loaders")
+    small = "small for NCCL and for data loaders' workers: docker run --shm-size=1g"
+    return Check(what, f"{size // MIB:,} MiB", small if size < 256 * MIB else "")
+
+
+def cores() -> Check:
+    count, all_ = len(os.sched_getaffinity(0)), os.cpu_count()
+    advice = "" if count > 1 else "ranks take turns on one core: correct, but slow"
+    return Check("cores", f"{count} of {all_} may be used", advice)
+
+
+def torch_() -> Check:
+    built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "for the CPU"
+    return Check("torch", f"{torch.__version__}, {built}", needed=True)
+
+
+def triton() -> Check:
+    advice = "only for kernels on a GPU: pip install 'triton>=3.6'"
+    return _package("Triton", ("triton",), "import triton", advice)
+
+
+def cupy() -> Check:
+    """Its import needs libnccl, so the import is tried."""
+    advice = f"only for the NCCL transport: {_extra()}"
+    names = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
+    return _package("CuPy", names, "from cupy.cuda import nccl", advice)
+
+
+def nccl() -> Check:
+    """Find every libnccl.so.2 that a process could load: two in one process conflict."""
+    found = sorted({str(path.resolve()) for path in _libnccl()})
+    packages = [p for p in ("nvidia-nccl-cu12", "nvidia-nccl-cu13") if _version(p)]
+    what, versions = "libnccl", ", ".join(f"{p} {_version(p)}" for p in packages)
+    if len(packages) > 1:
+        advice = "they overwrite one another: pip uninstall both, then install one again"
+        return Check(what, versions, advice)
+    if not found:
+        return Check(what, "none", f"only for the NCCL transport: {_extra()}")
+    text = f"{len(found)}: {', '.join(found)}" + f" ({versions})" * bool(versions)
+    several = f"make sure that one is loaded: LD_PRELOAD={found[0]}"
+    return Check(what, text, several if len(found) > 1 else "")
+
+
+def gpus() -> Check:
+    count = torch.cuda.device_count()
+    if count == 0:
+        driver = Path("/proc/driver/nvidia/version").exists()
+        advice = "a driver is there: install a torch built for CUDA" if driver else ""
+        return Check("GPUs", "none; ranks use the CPU and shared memory", advice)
+    names = {torch.cuda.get_device_name(i) for i in range(count)}
+    return Check("GPUs", f"{count}: {', '.join(sorted(names))}")
+
+
+def peer() -> Check:
+    what = "CUDA kernels"
+    if FATBIN.exists():
+        return Check(what, f"{FATBIN.name}, for peer memory, which takes a GPU and CuPy")
+    advice = "only for peer memory: install ringdp again where there is an nvcc"
+    return Check(what, f"no {FATBIN.name}", advice)
+
+
+# Those that fork come first, which is safest before torch starts threads.
+CHECKS: tuple[Callable[[], Check], ...] = (
+    python, core, compiler, make, memfd, peers, pidfd, shm_directory, cores,
+    torch_, triton, cupy, nccl, peer, gpus,
+)  # fmt: skip
 
 
 def examine() -> list[Check]:
-    """Run all checks, the host's first: they fork, which is safest before torch starts threads."""
-    return [check() for check in (*HOST, *PACKAGES)]
+    return [check() for check in CHECKS]
 
 
 def show(checks: Sequence[Check], console: Console, *, as_json: bool) -> int:
     """Print the checks. The exit code is 0 if ringdp can run."""
     runs = all(c.well for c in checks if c.needed)
     if as_json:
-        print(json.dumps({"runs": runs, "checks": [c._asdict() for c in checks]}, indent=1))
+        keys = ("what", "found", "well", "needed", "advice")
+        found = [{key: getattr(check, key) for key in keys} for check in checks]
+        print(json.dumps({"runs": runs, "checks": found}, indent=1))
         return int(not runs)
     table = folding("", "", "", shown=False)
     for check in checks:
@@ -35,3 +195,88 @@ def show(checks: Sequence[Check], console: Console, *, as_json: bool) -> int:
     put(console, table)
     console.print("ringdp can run here" if runs else "ringdp cannot run here")
     return int(not runs)
+
+
+def _tool(what: str, name: str, advice: str) -> Check:
+    where = shutil.which(name)
+    if where is None:
+        return Check(what, f"no {name}", advice)
+    said = subprocess.run([where, "--version"], capture_output=True, encoding="utf-8", check=False)
+    lines = (said.stdout or said.stderr).splitlines()
+    return Check(what, lines[0] if lines else where)
+
+
+def _memory() -> str:
+    """The available memory, and the container's limit if it has one."""
+    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    fields = dict(line.split(":") for line in lines)
+    available = int(fields["MemAvailable"].split()[0]) // 1024
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text(encoding="utf-8").strip() if limit.exists() else "max"
+    within = f", {int(text) // MIB:,} MiB in this container" if text.isdigit() else ""
+    return f"{available:,} MiB of memory available{within}"
+
+
+@contextmanager
+def _child() -> Iterator[tuple[int, int]]:
+    """Fork an idle process; yield its pid and a descriptor that is open in it."""
+    fd = os.memfd_create("ringdp-doctor", os.MFD_CLOEXEC)
+    pid = os.fork()
+    if pid == 0:
+        signal.pause()
+        os._exit(0)
+    try:
+        yield pid, fd
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(fd)
+
+
+def _extra() -> str:
+    """How to install CuPy and NCCL: with the extra for torch's CUDA version, if it has one."""
+    major = str(torch.version.cuda).split(".")[0]
+    return f"pip install 'ringdp[cuda{major}]'" if major in ("12", "13") else INSTALL
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _package(what: str, names: tuple[str, ...], code: str, advice: str) -> Check:
+    """Check that one of the packages is installed, and that `code` runs in a new process."""
+    versions = [version for name in names if (version := _version(name))]
+    if not versions:
+        return Check(what, "not installed", advice)
+    try:
+        tried = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            encoding="utf-8",
+            check=False,
+            timeout=IMPORT_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        return Check(what, f"{versions[0]}, but `{code}` hangs", "reinstall it")
+    if tried.returncode == 0:
+        return Check(what, versions[0])
+    last = tried.stderr.strip().splitlines()[-1:] or [f"exit code {tried.returncode}"]
+    return Check(what, f"{versions[0]}, but `{code}` fails: {last[0]}", advice)
+
+
+def _libnccl() -> list[Path]:
+    """All places where the loader or a package finds libnccl."""
+    places = [Path(p) for p in os.environ.get("LD_PRELOAD", "").replace(":", " ").split()]
+    paths = [p for p in places if p.name.startswith("libnccl.so") and p.exists()]
+    directories = [Path(d) for d in os.environ.get("LD_LIBRARY_PATH", "").split(":") if d]
+    directories += [Path("/usr/lib"), Path("/usr/lib64"), Path("/usr/local/lib")]
+    directories += Path("/usr/lib").glob("*-linux-gnu")
+    directories += Path("/usr/local").glob("cuda*/lib64")
+    spec = find_spec("nvidia")
+    directories += [
+        Path(d, "nccl", "lib") for d in (spec.submodule_search_locations if spec else None) or ()
+    ]
+    return paths + [d / "libnccl.so.2" for d in directories if (d / "libnccl.so.2").exists()]
