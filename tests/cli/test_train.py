@@ -16,8 +16,7 @@ from ringdp.cli.main import main
 from ringdp.cli.options import Options
 from ringdp.cli.runs import MEMORY
 from ringdp.cli.timeline.digest import digest
-from ringdp.cli.timeline.read import read
-from ringdp.cli.timeline.shapes import HELD
+from ringdp.cli.timeline.read import HELD, read
 
 pytestmark = pytest.mark.process
 

@@ -1,8 +1,18 @@
-"""`ringdp report`: reads a trace, writes the page, and prints the main figures."""
+"""`ringdp report`: reads a trace, writes the page, and prints the main figures.
+
+The page is page/page.html with its scripts and the packed digest: deflated JSON in base64, which
+current browsers unpack without a library.
+"""
 
 from __future__ import annotations
 
+import base64
+import json
+import zlib
+from collections.abc import Mapping
+from html import escape
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -11,9 +21,12 @@ from ringdp.cli.checks import check_writable
 from ringdp.cli.console import counted, say
 from ringdp.cli.files import write
 from ringdp.cli.timeline.digest import digest
-from ringdp.cli.timeline.page import fill
 from ringdp.cli.timeline.read import read
 from ringdp.errors import UsageError
+from ringdp.schedule.replay import filled
+
+PARTS = Path(__file__).with_name("page")
+SCRIPTS = ("common", "timeline", "memory", "kinds", "chunks", "start")
 
 
 def report(trace: Path, page: Path, bench: str | None, console: Console) -> int:
@@ -42,3 +55,17 @@ def report(trace: Path, page: Path, bench: str | None, console: Console) -> int:
         say(console, note, "bold red")
     say(console, f"wrote {page}, {len(text.encode()):,} bytes")
     return 0
+
+
+def fill(data: Mapping[str, Any], title: str) -> str:
+    packed = zlib.compress(json.dumps(data, separators=(",", ":")).encode(), 6)
+    parts = {
+        "title": escape(title),
+        "script": "\n".join(_text(f"{name}.js") for name in SCRIPTS),
+        "data": base64.b64encode(packed).decode(),
+    }
+    return filled(_text("page.html"), parts)
+
+
+def _text(name: str) -> str:
+    return (PARTS / name).read_text(encoding="utf-8")

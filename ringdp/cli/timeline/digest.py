@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, count
 from typing import Any, NamedTuple
 
 from ringdp.cli.plan.hardware import Network, from_files
 from ringdp.cli.timeline import collectives
 from ringdp.cli.timeline.collectives import Key, Kind, Whole, end
-from ringdp.cli.timeline.read import Run
-from ringdp.cli.timeline.shapes import FORMULA, HELD
-from ringdp.cli.timeline.spans import Interval, length, overlap, union
+from ringdp.cli.timeline.read import FORMULA, HELD, Run
 from ringdp.errors import UsageError
 from ringdp.schedule import Schedule, html, schedule
 from ringdp.schedule.cost import Price
@@ -20,6 +18,7 @@ from ringdp.tape.chrome import Event
 
 COMPUTE = ("forward", "backward", "recompute", "step")
 ENGINE = ("gather", "prefetch", "unshard", "free", "reduce", "finish")
+Interval = tuple[float, float]  # (begin, end)
 Names = defaultdict[str, int]  # numbers each text in order of appearance
 ADAMS = {"Adam", "AdamW"}  # the optimizers that the memory formula describes
 
@@ -110,6 +109,35 @@ def share(rank: int, events: Iterable[Event], came: Mapping[Key, float]) -> Shar
     compute = busy(*COMPUTE, *ENGINE) - engine
     hidden = length(moves) - exposed
     return Share(rank, total, compute, engine, length(moves), hidden, exposed, late)
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same moments as sorted, disjoint intervals."""
+    joined: list[Interval] = []
+    for begin, ended in sorted(intervals):
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], ended))
+        else:
+            joined.append((begin, ended))
+    return joined
+
+
+def overlap(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
+    """The moments in both. All lists are sorted and disjoint."""
+    found, i, j = [], 0, 0
+    while i < len(one) and j < len(other):
+        begin, ended = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
+        if begin < ended:
+            found.append((begin, ended))
+        if one[i][1] < other[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    return sum(ended - begin for begin, ended in intervals)
 
 
 def _waits(events: Iterable[Event]) -> list[list[float]]:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from ringdp.cli.timeline.command import fill
 from ringdp.cli.timeline.digest import digest
-from ringdp.cli.timeline.page import fill
 from ringdp.cli.timeline.read import read
 from tests.browser import needs_browser
 from tests.cli.timeline.made import HELD, trace

@@ -14,10 +14,9 @@ import pytest
 from ringdp.cli.main import main
 from ringdp.cli.plan.hardware import from_files
 from ringdp.cli.timeline.collectives import match, medians, prices, schedules
-from ringdp.cli.timeline.digest import by_rank, digest, share
-from ringdp.cli.timeline.page import PARTS
+from ringdp.cli.timeline.command import PARTS
+from ringdp.cli.timeline.digest import by_rank, digest, length, overlap, share, union
 from ringdp.cli.timeline.read import read
-from ringdp.cli.timeline.spans import length, overlap, union
 from ringdp.errors import UsageError
 from ringdp.schedule.cost import Machine, closed, seconds
 from tests.cli.timeline.made import HELD, LATE, STEP, trace
