@@ -13,14 +13,17 @@ from typing import NamedTuple
 
 import torch
 from torch import jit, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 
 from ringdp.errors import UsageError
 from ringdp.kernels.precision import FLOATS, wide_dtype
 from ringdp.parallel.precision import Dtypes, ModuleRule, Precision, dtypes, matches
 
-# These are never called, so their hooks would not run.
+# These are never called, so their hooks would not run. MultiheadAttention has one of the last kind
+# and reads its parameters: to a rule it is no Linear, and its parameters are the attention's.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+_UNCALLED = (*_CONTAINERS, NonDynamicallyQuantizableLinear)
 
 
 class UnitSpec(NamedTuple):
@@ -123,7 +126,7 @@ def _outermost(
     below: list[tuple[nn.Module | None, nn.Module]] = [(None, model)]
     while below:
         at, module = below.pop()
-        if chooses(at, module) and not isinstance(module, _CONTAINERS):
+        if chooses(at, module) and not isinstance(module, _UNCALLED):
             chosen.add(module)
         else:
             below += [(module, child) for child in module.children()]
@@ -139,7 +142,7 @@ def _matching(model: nn.Module, rule: ModuleRule) -> set[nn.Module]:
     for m in chosen:
         if isinstance(m, _CONTAINERS):
             raise UsageError(f"a {type(m).__name__} cannot be a unit: it has no forward")
-    return chosen
+    return {m for m in chosen if not isinstance(m, _UNCALLED)}
 
 
 def _check(model: nn.Module) -> None:

@@ -65,6 +65,16 @@ def test_a_rule_is_a_class_several_or_a_predicate():
     assert list(owned(net, lambda m: isinstance(m, nn.LayerNorm))) == ["", "b"]
 
 
+@pytest.mark.parametrize("rule", [nn.Linear, 6])
+def test_a_layer_that_attention_never_calls_is_no_unit(rule):
+    assert list(owned(nn.MultiheadAttention(2, 1), rule)) == [""]
+    net = nn.Sequential(nn.MultiheadAttention(2, 1, bias=False), linear())
+    assert owned(net, rule) == {
+        "": ["0.in_proj_weight", "0.out_proj.weight"],
+        "1": ["1.weight"],
+    }
+
+
 def test_a_parameter_belongs_to_the_innermost_unit():
     net = Model(outer=Model(inner=linear(), own=nn.LayerNorm(2, bias=False)))
     assert owned(net, (Model, nn.Linear)) == {
