@@ -143,6 +143,7 @@ class FlatUnit:
         full = self.full.data  # whose writes do not invalidate views that autograd has saved
         if not self.slices:
             full.copy_(self.master)
+            resting.become(self.parameters, resting.RestingParam)
         else:
             if self.apart:
                 self.shard.data.copy_(self.master, non_blocking=True)

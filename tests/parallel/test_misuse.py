@@ -167,3 +167,27 @@ def test_a_weight_that_a_module_keeps_in_a_list_is_told(comm: Communicator, stag
             model(batch(0))
         assert str(error.value).startswith("first.weight is used")
     engine.close()
+
+
+class Reads(nn.Module):
+    """Uses the weight of a layer that it never calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.read = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(self.first(x), self.read.weight)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(1)
+def test_a_weight_of_a_unit_that_is_never_called_is_told(comm: Communicator, stage: int) -> None:
+    engine = ringdp.shard(model := Reads(), stage=stage, unit=nn.Linear, precision=APART, comm=comm)
+    for graph in (True, False):
+        with (
+            torch.set_grad_enabled(graph),
+            pytest.raises(UsageError, match=r"read.weight .* let both lie in one unit"),
+        ):
+            model(batch(0))
+    engine.close()

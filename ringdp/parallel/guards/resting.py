@@ -113,9 +113,9 @@ _A_SLICE = (
     "called apart from the one around it, let it be a unit itself."
 )
 _AT_REST = (
-    "is used as it is at rest, where it computes in another dtype: a module that keeps it, as in a "
-    "list, keeps that one. Register it as a parameter of every module that uses it, or take it "
-    "from there in the forward."
+    "is used as it is at rest, where it computes in another dtype. Where a module uses another's "
+    "weight, let both lie in one unit. A module that keeps it, as in a list, keeps it at rest: "
+    "register it as a parameter of every module that uses it, or take it from there in the forward."
 )
 
 
