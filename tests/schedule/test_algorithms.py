@@ -1,4 +1,5 @@
-"""Every algorithm keeps its contract, for every n, and costs the rounds that its docstring says."""
+"""Every algorithm meets its contract for every n, and takes the rounds that its docstring
+states."""
 
 from __future__ import annotations
 
@@ -21,14 +22,14 @@ SIZES = [*range(1, 18), 32, 64]
 
 
 @by_name
-def test_it_is_proved(algorithm):
+def test_schedules_meet_their_contracts(algorithm):
     for n in SIZES:
         verify(schedule(algorithm.collective, algorithm.name, n), algorithm.collective)
 
 
 @by_name
-def test_it_is_proved_for_every_root(algorithm):
-    """Shards stay in rank order: the contract of the root says so."""
+def test_rooted_schedules_meet_the_contract_of_every_root(algorithm):
+    """Shards stay in rank order for every root, as the root's contract says."""
     if algorithm.collective not in ("broadcast", "reduce", "gather", "scatter"):
         return
     for n in SIZES[:9]:
@@ -41,7 +42,7 @@ def test_it_is_proved_for_every_root(algorithm):
 
 
 @pytest.mark.parametrize("n", range(1, 18))
-def test_a_direct_reduce_adds_in_rank_order_whatever_the_root(n):
+def test_a_direct_reduce_adds_in_rank_order_for_every_root(n):
     for root in range(n):
         plan = schedule("reduce", "direct", n, root)
         parts = {0: root} | {1 + r: r for r in range(n) if r != root}
@@ -52,7 +53,7 @@ def test_a_direct_reduce_adds_in_rank_order_whatever_the_root(n):
 
 
 @by_name
-def test_the_plain_program_runs_in_one_slot_and_the_fused_one_in_few(algorithm):
+def test_plain_programs_need_fifo_depth_1_and_fused_ones_at_most_4(algorithm):
     for n in SIZES[:17]:
         plan = schedule(algorithm.collective, algorithm.name, n)
         plain = [project(plan, r) for r in range(n)]
@@ -74,7 +75,7 @@ def test_all_gather_is_reduce_scatter_transposed(n):
 
 
 @pytest.mark.parametrize("n", range(2, 18))
-def test_the_fused_ring_is_nccls(n):
+def test_the_fused_ring_has_the_rows_of_nccls_ring(n):
     plan = schedule("all_reduce", "ring", n)
     for rank in range(n):
         assert [row.name for row in fuse(project(plan, rank))] == [
@@ -87,23 +88,23 @@ def test_the_fused_ring_is_nccls(n):
 
 
 @pytest.mark.parametrize(("local", "nodes"), [(1, 6), (2, 3), (3, 2), (6, 1), (4, 4), (8, 8)])
-def test_hierarchies_of_any_shape(local, nodes):
+def test_hierarchical_schedules_of_any_shape(local, nodes):
     plan = schedule("all_reduce", f"hierarchical:{local}", local * nodes)
     verify(plan, "all_reduce")
     assert plan == hierarchical_all_reduce(local * nodes, local)
     crossing = [
         t for r in plan.rounds for t in r if t.src // local != t.dst // local
-    ]  # 2(nodes-1)/nodes of 1/local of the buffer, per rank
+    ]  # per rank 2(nodes-1)/nodes of 1/local of the buffer
     assert len(crossing) == local * nodes * 2 * (nodes - 1)
 
 
-def test_halving_takes_logarithmic_rounds():
+def test_halving_takes_log2_n_rounds():
     for n in SIZES:
         assert len(schedule("reduce_scatter", "halving", n).rounds) == (n - 1).bit_length()
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (("all_reduce", "ring", 0), "at least 1"),
         (("all_reduce", "rign", 4), "ring, two_way_ring"),
@@ -113,17 +114,17 @@ def test_halving_takes_logarithmic_rounds():
         (("all_reduce", f"hierarchical:{'9' * 5000}", 4), "divides 4"),
     ],
 )
-def test_a_wrong_name_says_what_there_is(arguments, says):
-    with pytest.raises(UsageError, match=says):
+def test_unknown_names_and_sizes_are_refused_with_the_choices(arguments, message):
+    with pytest.raises(UsageError, match=message):
         schedule(*arguments)
 
 
-def test_a_proof_of_no_collective_is_refused():
+def test_verify_refuses_an_unknown_collective():
     with pytest.raises(UsageError, match="no collective 'nonsense'; there are all_reduce"):
         verify(ring_all_reduce(1), "nonsense")
 
 
-def test_combinators_refuse_what_does_not_fit():
+def test_combinators_refuse_mismatched_shapes():
     ring = ring_all_reduce(4)
     with pytest.raises(ScheduleError, match="4 x 4 and 3 x 3"):
         ring.then(ring_all_reduce(3))
@@ -142,7 +143,7 @@ def test_combinators_refuse_what_does_not_fit():
 
 
 @pytest.mark.parametrize("n", [2, 3, 5])
-def test_combinators_keep_what_is_proved(n):
+def test_combinators_preserve_correctness(n):
     ring = ring_all_reduce(n)
     verify(ring.beside(ring), "all_reduce")
     backwards = range(n)[::-1]
@@ -151,12 +152,12 @@ def test_combinators_keep_what_is_proved(n):
     verify(ring.embed(range(n), cut, into=(n, 3 * n)), "all_reduce")
     scattered = schedule("reduce_scatter", "direct", n).beside(
         schedule("reduce_scatter", "direct", n)
-    )  # scratch beside scratch
+    )  # scratch of both must not collide
     both = [*range(0, 2 * n, 2), *range(1, 2 * n, 2)]
     verify(scattered.embed(range(n), both), "reduce_scatter")
 
 
-def test_nobody_sends_more_than_the_docstrings_say():
+def test_messages_per_rank_are_within_the_documented_bounds():
     for n in SIZES:
         for collective, name, most in (
             ("reduce_scatter", "halving", n - 1),

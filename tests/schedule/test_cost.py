@@ -1,4 +1,5 @@
-"""Closed forms equal the exact count; what is chosen and fitted makes sense."""
+"""Closed-form prices equal exact counts; `choose` takes the cheapest algorithm, `fit` recovers α β
+γ."""
 
 from __future__ import annotations
 
@@ -13,17 +14,17 @@ from tests.schedule.test_program import by_name
 
 
 @by_name
-def test_closed_form_equals_the_count(algorithm):
+def test_closed_forms_equal_exact_counts(algorithm):
     for n in [*range(1, 33), 48, 64]:
         counted = price(schedule(algorithm.collective, algorithm.name, n))
         assert closed(algorithm.collective, algorithm.name, n) == counted, n
 
 
-def test_every_algorithm_has_a_price():
+def test_every_algorithm_has_a_closed_form():
     assert set(CLOSED) == {(a.collective, a.name) for a in ALGORITHMS}
 
 
-def test_the_ring_costs_what_the_paper_says():
+def test_ring_all_reduce_costs_the_published_formula():
     """Patarasuk & Yuan 2009: 2(n-1)α + 2(n-1)/n Sβ + (n-1)/n Sγ."""
     for n in (2, 7, 65536):
         assert closed("all_reduce", "ring", n) == Price(
@@ -31,7 +32,7 @@ def test_the_ring_costs_what_the_paper_says():
         )
 
 
-def test_small_messages_want_few_and_large_ones_few_bytes():
+def test_choose_returns_the_cheapest_algorithm():
     machine = Machine(alpha=1e-5, beta=1e-9, gamma=1e-10)
     assert choose("all_reduce", 64, 8, machine) == "doubling"
     assert choose("all_reduce", 64, 1 << 30, machine) in ("halving", "direct", "ring")
@@ -46,8 +47,8 @@ def test_small_messages_want_few_and_large_ones_few_bytes():
             assert seconds(closed("all_reduce", best, n), machine, size) == least
 
 
-def test_halving_sends_what_a_ring_does_in_fewer_messages():
-    """As docs/1 says: of a power of two, from 4 ranks on."""
+def test_halving_moves_a_rings_bytes_in_fewer_messages():
+    """For powers of two from 4 ranks on, as docs/1 says."""
     assert closed("all_reduce", "halving", 2) == closed("all_reduce", "ring", 2)
     for n in (4, 8, 16, 1024, 65536):
         halving, ring = (closed("all_reduce", name, n) for name in ("halving", "ring"))
@@ -55,7 +56,7 @@ def test_halving_sends_what_a_ring_does_in_fewer_messages():
         assert halving.messages < ring.messages
 
 
-def test_fit_finds_the_machine_that_made_the_times():
+def test_fit_recovers_the_machine_from_its_times():
     machine = Machine(alpha=3e-6, beta=2e-10, gamma=5e-11, bus=4e-11, call=1e-6)
     rows = [
         (p := closed("all_reduce", name, n), size, seconds(p, machine, size))
@@ -68,8 +69,8 @@ def test_fit_finds_the_machine_that_made_the_times():
     assert caches == ()
 
 
-def test_what_a_call_takes_is_not_laid_to_its_messages():
-    """On two ranks a ring takes two messages and doubling one, but each of them one call."""
+def test_fit_separates_the_cost_per_call_from_alpha():
+    """On two ranks a ring takes two messages and doubling one, but both are one call."""
     names, sizes = ("ring", "direct", "doubling"), (1 << 10, 1 << 12, 1 << 20)
     machine = Machine(alpha=2e-7, beta=1e-11, gamma=0, call=1e-6)
     made = [
@@ -93,7 +94,7 @@ CACHED = Machine(1e-6, 0.0, 0.0, bus=1e-11, call=1e-6, caches=((1 << 22, 4e-11),
 
 
 @pytest.mark.parametrize("ranks", [(2,), (2, 3)])
-def test_fit_finds_where_caches_end(ranks):
+def test_fit_finds_the_sizes_of_caches(ranks):
     rows = [
         (p := closed("all_reduce", "direct", n), size, seconds(p, CACHED, size))
         for n in ranks
@@ -102,19 +103,20 @@ def test_fit_finds_where_caches_end(ranks):
     found = fit(rows)
     assert [end for end, _ in found.caches] == [end for end, _ in CACHED.caches]
     for p, size, _ in rows:
-        for larger in (size, 100 * size):  # beyond what was measured the last line goes on
+        for larger in (size, 100 * size):  # beyond the measured range the last line continues
             assert seconds(p, found, larger) == pytest.approx(seconds(p, CACHED, larger), rel=1e-6)
 
 
-def test_a_size_measured_twice_says_nothing_of_what_is_beyond():
-    """1% of noise between two rows at the end is no cache that ends there."""
+def test_noise_at_the_largest_sizes_does_not_bend_the_extrapolation():
+    """1 % of noise between two rows of nearly the largest size must not be fitted as the end of a
+    cache."""
     p = closed("all_gather", "direct", 2)
     rows = [(p, 1 << k, 1e-6 + (1 << k) * 1e-10) for k in range(10, 25, 2)]
     rows.append((p, (1 << 24) + 4096, 1.01 * rows[-1][2]))
     assert seconds(p, fit(rows), 1 << 30) == pytest.approx(1e-10 * (1 << 30), rel=0.02)
 
 
-def test_buffers_that_take_turns_cost_what_one_of_their_bytes_does():
+def test_alternating_buffers_cost_as_much_per_byte_as_one_large_buffer():
     p, most = closed("all_reduce", "direct", 2), 1 << 28
     once = CACHED.call + p.messages * CACHED.alpha
     turns = [seconds(p, CACHED, most // 64, among=most) - once for _ in range(64)]
@@ -124,13 +126,13 @@ def test_buffers_that_take_turns_cost_what_one_of_their_bytes_does():
     assert seconds(p, CACHED, 0) == once
 
 
-def test_an_unknown_price_says_what_there_is():
+def test_an_unknown_algorithm_has_no_closed_form():
     with pytest.raises(UsageError, match="ring, two_way_ring"):
         closed("all_reduce", "magic", 4)
 
 
 @pytest.mark.parametrize(("collective", "n"), [("nonsense", 4), ("all_reduce", 0)])
-def test_what_has_no_price_is_refused(collective, n):
+def test_prices_of_unknown_collectives_and_empty_groups_are_refused(collective, n):
     with pytest.raises(UsageError, match=r"no collective 'nonsense'|at least 1 rank, got 0"):
         closed(collective, "ring", n)
     with pytest.raises(UsageError, match=r"no collective 'nonsense'|at least 1 rank, got 0"):

@@ -1,4 +1,5 @@
-"""A user's own algorithm is proved before it is used, and refused in one line if it is none."""
+"""A user's algorithm is proved before it is used; one that is wrong is refused with a clear
+error."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def star(n: int) -> Schedule:
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])
-def test_a_name_a_file_and_a_function_give_their_schedule(file: Path, n: int):
+def test_proved_takes_a_name_a_file_or_a_function(file: Path, n: int):
     assert proved("ring", "all_reduce", n) == schedule("all_reduce", "ring", n)
     assert proved(f"{file}:star", "all_reduce", n) == star(n)
     assert proved(f"{file}:lists", "all_reduce", n) == star(n)
@@ -59,16 +60,16 @@ def test_a_name_a_file_and_a_function_give_their_schedule(file: Path, n: int):
     assert not list(file.parent.glob("__pycache__"))
 
 
-def test_a_file_is_compiled_as_python_would(tmp_path: Path):
-    """That is: none of ringdp's own `from __future__` lines count there."""
+def test_files_do_not_inherit_future_imports(tmp_path: Path):
+    """The `from __future__` imports of ringdp's own modules must not apply to it."""
     path = tmp_path / "mine.py"
     path.write_text("def f(n: int): ...", encoding="utf-8")
     assert load(f"{path}:f").__annotations__ == {"n": int}
 
 
-def test_a_wrong_schedule_is_refused_with_its_proof(file: Path):
-    said = r"mine.py:silent is no all_reduce on 2 ranks: at the end rank 0 chunk 0 holds 0\.0"
-    with pytest.raises(ScheduleError, match=said):
+def test_a_wrong_schedule_is_refused_with_the_failing_transfer(file: Path):
+    message = r"mine.py:silent is no all_reduce on 2 ranks: at the end rank 0 chunk 0 holds 0\.0"
+    with pytest.raises(ScheduleError, match=message):
         proved(f"{file}:silent", "all_reduce", 2)
     with pytest.raises(ScheduleError, match=r"(?s)round 2, transfer 1.0 \+> 0.0: .*  <-- here"):
         proved(lambda n: star(n).then(Schedule(n, 1, star(n).rounds[:1])), "all_reduce", 2)
@@ -79,7 +80,7 @@ def test_a_wrong_schedule_is_refused_with_its_proof(file: Path):
 
 
 @pytest.mark.parametrize("reduce", [False, True])
-def test_a_chunk_too_many_is_named_as_the_scratch_that_it_is(reduce: bool):
+def test_an_out_of_range_chunk_is_reported_as_scratch(reduce: bool):
     one = Transfer(0, 1, 0 if reduce else 1, 1, reduce)
     with pytest.raises(ScheduleError, match=r"rank [01] chunk 1 \(scratch\), which holds nothing"):
         proved(lambda n: Schedule(n, 1, ((one,),)), "all_reduce", 2)
@@ -111,9 +112,9 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize(("function", "says"), FUNCTIONS.values(), ids=FUNCTIONS.keys())
-def test_what_is_no_schedule_is_refused_in_one_line(function, says: str):
-    with pytest.raises(UsageError, match=says) as error:
+@pytest.mark.parametrize(("function", "message"), FUNCTIONS.values(), ids=FUNCTIONS.keys())
+def test_malformed_schedules_are_refused_in_one_line(function, message: str):
+    with pytest.raises(UsageError, match=message) as error:
         proved(function, "all_reduce", 2)
     assert "\n" not in str(error.value)
 
@@ -133,25 +134,25 @@ FILES = {
 }
 
 
-@pytest.mark.parametrize(("where", "says"), FILES.values(), ids=FILES.keys())
-def test_a_file_that_gives_none_is_refused_in_one_line(file: Path, where: str, says: str):
+@pytest.mark.parametrize(("where", "message"), FILES.values(), ids=FILES.keys())
+def test_unusable_files_are_refused_in_one_line(file: Path, where: str, message: str):
     (file.parent / "dir.py").mkdir()
     (file.parent / "broken.py").write_text("def star(n:\n", encoding="utf-8")
     (file.parent / "at_once.py").write_text("\nraise ValueError('one\\ntwo')\n", encoding="utf-8")
     (file.parent / "zero.py").write_bytes(b"x\0y")
-    with pytest.raises(UsageError, match=says) as error:
+    with pytest.raises(UsageError, match=message) as error:
         proved(where.format(file=file, dir=file.parent), "all_reduce", 2)
     assert "\n" not in str(error.value)
 
 
-def test_the_collective_and_the_ranks_are_checked_before_a_file_runs(file: Path):
+def test_collective_and_ranks_are_checked_before_the_file_runs(file: Path):
     with pytest.raises(UsageError, match="at least 1 rank, got 0"):
         proved(f"{file}:raises", "all_reduce", 0)
     with pytest.raises(UsageError, match="no collective 'sum'"):
         proved(f"{file}:raises", "sum", 2)  # type: ignore[arg-type]
 
 
-def test_a_changed_file_is_read_again(file: Path):
+def test_a_changed_file_is_reloaded(file: Path):
     assert load(f"{file}:silent")(2).rounds == ()
     file.write_text(STAR.replace("Schedule(n, 1, ())", "Schedule(n, 1, ((),))"), encoding="utf-8")
     assert load(f"{file}:silent")(2).rounds == ((),)

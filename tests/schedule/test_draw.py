@@ -1,4 +1,4 @@
-"""Drawings: the SVG is well-formed, whole and legible, the grid shows every round."""
+"""Drawings: the SVG is well-formed and legible, and SVG and grid show every round."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.schedule.test_program import by_name
 
 @by_name
 @pytest.mark.parametrize("n", [1, 2, 4, 8])
-def test_an_svg_is_well_formed_and_every_arrow_has_its_head(algorithm, n):
+def test_svgs_are_well_formed_and_define_their_arrow_heads(algorithm, n):
     plan = schedule(algorithm.collective, algorithm.name, n)
     text = svg(plan)
     assert ElementTree.fromstring(text).tag == "{http://www.w3.org/2000/svg}svg"
@@ -34,8 +34,8 @@ def test_the_grid_shows_every_round(algorithm):
         assert all(str(t) in text for t in transfers[:8])
 
 
-def test_labels_can_be_read_in_every_chunks_color():
-    """At the contrast to white that WCAG asks of text."""
+def test_labels_are_legible_in_every_chunk_color():
+    """They have the contrast to white that WCAG requires of text."""
     for chunk in range(64):
         hue, saturation, lightness = map(int, re.findall(r"\d+", colour(chunk, 64)))
         rgb = hls_to_rgb(hue / 360, lightness / 100, saturation / 100)
@@ -45,7 +45,7 @@ def test_labels_can_be_read_in_every_chunks_color():
         assert 1.05 / (0.2126 * red + 0.7152 * green + 0.0722 * blue + 0.05) >= 4.5
 
 
-def test_a_wide_label_lies_in_its_panel_beside_its_short_arrow():
+def test_wide_labels_of_short_arrows_stay_inside_their_panel():
     first = svg(schedule("all_reduce", "hierarchical:4", 16)).split("<g ")[2]
     circle = max(float(y) for y in re.findall(r'cy="([\d.-]+)"', first))
     (middle,) = re.findall(r"translate\(([\d.]+),", first)
@@ -54,13 +54,13 @@ def test_a_wide_label_lies_in_its_panel_beside_its_short_arrow():
     assert len(labels) == 16
     outside = [(float(x), float(y) - 4, text) for x, y, text in labels]
     outside = [(x, y, text) for x, y, text in outside if hypot(x, y) > circle]
-    assert len(outside) == 12  # but the one that goes back, in each of four nodes
+    assert len(outside) == 12  # all but the one that points inwards, in each of four nodes
     for x, y, text in outside:
-        assert hypot(x, y) > circle + 15  # a circle's radius
+        assert hypot(x, y) > circle + 15  # the radius of a rank's circle
         assert abs(x) + 7.3 * len(text) / 2 <= float(middle)
 
 
-def test_of_more_arrows_than_can_be_followed_rank_0s_are_in_front():
+def test_in_crowded_rounds_rank_0s_arrows_are_in_front():
     _, exchange, folds, *_ = svg(schedule("all_reduce", "direct", 16)).split(">round ")
     paths = re.findall(r"<path [^>]*marker-end[^>]*>", exchange)
     pale = [path for path in paths if "opacity" in path]

@@ -1,4 +1,4 @@
-"""Fusing changes no result: random schedules, with several messages between the same two ranks."""
+"""Fusing preserves results, for random schedules with several messages between a pair of ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Slot = tuple[int, int]
 
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
-    """Any that keep the rules of a round; what they compute means nothing."""
+    """Random schedules that keep the rules of a round; they need not compute anything useful."""
     n, chunks, scratch = draw(st.integers(2, 4)), draw(st.integers(1, 3)), draw(st.integers(0, 2))
     ranks, places = st.integers(0, n - 1), st.integers(0, chunks + scratch - 1)
     defined = {(r, c) for r in range(n) for c in range(chunks)}
@@ -47,7 +47,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
 
 
 def several_reduces(transfers: Round) -> bool:
-    """Into one slot, whose order can put off a receive."""
+    """Whether a slot is reduced into more than once, whose order can delay a receive."""
     return len({(t.dst, t.write) for t in transfers}) < len(transfers)
 
 
@@ -62,7 +62,7 @@ def results(programs: list[Program], depth: int) -> list[list[int]]:
 
 @settings(max_examples=300)
 @given(schedules(), st.data())
-def test_fused_equals_plain_at_the_depth_that_is_predicted(plan, data):
+def test_fused_programs_equal_plain_ones_at_the_predicted_depth(plan, data):
     plain = [project(plan, r) for r in range(plan.ranks)]
     depth = fifo_depth(plain)
     assert depth == 1 or any(several_reduces(r) for r in plan.rounds)  # see `project`
@@ -80,8 +80,9 @@ def test_fused_equals_plain_at_the_depth_that_is_predicted(plan, data):
     assert all(len(f.rows) <= len(p.rows) for f, p in zip(everything, plain, strict=True))
 
 
-def test_a_receive_is_not_delayed_past_another_from_the_same_rank():
-    """The part in scratch is added only after the second message has come."""
+def test_receives_from_one_rank_keep_their_order():
+    """What is received into scratch is added only after the second message; fusing must not move
+    it."""
     arrive = (Transfer(0, 1, 0, 2, False), Transfer(0, 1, 1, 1, False))
     plan = Schedule(2, 2, (arrive, (Transfer(1, 1, 2, 0, True),)))
     plain = [project(plan, r) for r in range(2)]

@@ -1,6 +1,6 @@
-"""Thousands of broken schedules: the proof's verdict against what numbers say.
+"""Thousands of mutated schedules: the verdict of `verify` must agree with a numeric run.
 
-The numeric run knows no sets: it moves random integers and compares sums at the end.
+The numeric run knows no sets: it moves random integers and compares the sums at the end.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from ringdp.schedule import ALGORITHMS, Schedule, Transfer, contract, schedule, 
 MUTANTS = 4000
 Numbers = dict[tuple[int, int], int]
 
-# What the proof refuses on principle, though numbers may come out right by luck or by order.
+# Races, which `verify` refuses even if the numbers happen to come out right.
 RACES = ("which is read in the same round", "is written twice in one round")
-# What it refuses at once, though a later copy may hide it.
+# Errors that `verify` reports at once, even if a later copy would overwrite them.
 EARLY = ("twice in rank", "which holds nothing yet")
 
 
 def run(plan: Schedule, before: Numbers) -> Numbers | None:
-    """Every slot's number at the end; None if something undefined was read or added to."""
+    """Every slot's number at the end; None if an undefined slot was read or added to."""
     state = dict(before)
     for transfers in plan.rounds:
         after = dict(state)
@@ -46,7 +46,7 @@ def numbers_are_right(plan: Schedule, collective: str, rng: random.Random) -> bo
 
 
 def mutate(plan: Schedule, rng: random.Random) -> Schedule:
-    """One transfer dropped, doubled, moved to another round or changed in one field."""
+    """Drops, doubles or moves one transfer, or changes one of its fields."""
     rounds = [list(r) for r in plan.rounds]
     r = rng.choice([i for i, transfers in enumerate(rounds) if transfers])
     i = rng.randrange(len(rounds[r]))
@@ -81,7 +81,7 @@ def refused(plan: Schedule, collective: str) -> str | None:
     return None
 
 
-def test_the_proof_says_what_numbers_say():
+def test_verify_agrees_with_numbers_on_mutants():
     rng = random.Random(0)
     plans = [
         (a.collective, plan)
@@ -105,18 +105,18 @@ def test_the_proof_says_what_numbers_say():
         else:
             assert not right, f"refused, but the numbers are right: {refusal}"
             seen["wrong"] += 1
-    # Every verdict was met often, so none of the branches above is idle.
+    # Every branch above was taken often enough to mean something.
     assert seen["wrong"] > MUTANTS / 3
     assert min(seen["race"], seen["harmless"]) > MUTANTS / 100
     assert seen["hidden by a later copy"] < MUTANTS / 20
 
 
-def test_the_error_names_the_transfer_and_shows_it():
+def test_the_error_shows_the_failing_transfer():
     plan = schedule("all_reduce", "ring", 3)
-    stuttering = Schedule(3, 3, (plan.rounds[0], *plan.rounds))
+    repeated = Schedule(3, 3, (plan.rounds[0], *plan.rounds))
     t = plan.rounds[0][0]
     with pytest.raises(ScheduleError) as error:
-        verify(stuttering, "all_reduce")
+        verify(repeated, "all_reduce")
     text = str(error.value)
     assert f"round 1, transfer {t}: counts 0.2 twice in rank 1 chunk 2" in text
     assert f"{t}  <-- here" in text
@@ -131,7 +131,7 @@ def add(src: int, dst: int) -> Transfer:
 
 
 @pytest.mark.parametrize(
-    ("transfers", "says"),
+    ("transfers", "message"),
     [
         ([copy(-1, 1)], r"ranks are 0\.\.2"),
         ([copy(0, 3)], r"ranks are 0\.\.2"),
@@ -144,17 +144,17 @@ def add(src: int, dst: int) -> Transfer:
         ([add(0, 1), copy(2, 1)], "rank 1 chunk 0 is written twice in one round"),
     ],
 )
-def test_what_a_round_cannot_hold_is_refused(transfers, says):
-    with pytest.raises(ScheduleError, match=says):
+def test_invalid_rounds_are_refused(transfers, message):
+    with pytest.raises(ScheduleError, match=message):
         verify(Schedule(3, 1, (tuple(transfers),)), "all_reduce")
 
 
-def test_what_is_missing_at_the_end_is_blamed_on_the_last_write_there():
+def test_a_wrong_final_value_is_blamed_on_the_last_write():
     plan = schedule("all_reduce", "ring", 3)
     first, second, *others = plan.rounds
-    hasty = Schedule(3, 3, (second, first, *others))
+    swapped = Schedule(3, 3, (second, first, *others))
     with pytest.raises(ScheduleError) as error:
-        verify(hasty, "all_reduce")
+        verify(swapped, "all_reduce")
     text = str(error.value)
     assert "rank 0 chunk 0 holds 0.0+2.0, the contract asks for 0.0+1.0+2.0" in text
     assert "; round 0, transfer 2.0 +> 0.0, wrote there last" in text

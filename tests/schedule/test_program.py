@@ -1,4 +1,4 @@
-"""Programs do what their schedule says: plain and fused, through FIFOs of the predicted depth."""
+"""Plain and fused programs do what their schedule says, through FIFOs of the predicted depth."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def programs(plan: Schedule, collective: str) -> tuple[list[Program], list[Progr
 
 
 def sends(program: Program) -> int:
-    """How many messages its rank sends, of a chunk each."""
+    """How many one-chunk messages its rank sends."""
     return sum(row.send_peer != NONE for row in program)
 
 
 @by_name
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 8])
-def test_fused_equals_plain_and_needs_the_predicted_depth(algorithm, n):
+def test_every_algorithm_fused_equals_plain_at_the_predicted_depth(algorithm, n):
     plan = schedule(algorithm.collective, algorithm.name, n)
     elements = 3 * plan.chunks
     plain, fused = programs(plan, algorithm.collective)
@@ -62,7 +62,7 @@ def test_fused_equals_plain_and_needs_the_predicted_depth(algorithm, n):
         assert torch.equal(results[0][rank][piece], results[1][rank][piece])
 
 
-def test_the_simulator_says_which_rank_lacks_something():
+def test_the_simulator_refuses_missing_programs_and_uneven_buffers():
     plain, _ = programs(schedule("all_reduce", "ring", 4), "all_reduce")
     missing = r"{} programs over 4 ranks and {} buffers; allowed: one of each for every rank"
     for these, those in ((plain[:3], 3), (plain, 3), (plain[:3], 4)):
@@ -74,7 +74,7 @@ def test_the_simulator_says_which_rank_lacks_something():
 
 
 @by_name
-def test_sends_are_the_transfers_that_leave(algorithm):
+def test_programs_send_exactly_the_schedules_transfers(algorithm):
     for n in range(1, 9):
         plan = schedule(algorithm.collective, algorithm.name, n)
         for rank, (plain, fused) in enumerate(
@@ -84,9 +84,9 @@ def test_sends_are_the_transfers_that_leave(algorithm):
             assert sends(fused) == sends(plain) == leaving
 
 
-def test_two_messages_to_one_peer_keep_their_order():
-    """Rank 1 forwards chunk 1, then what it has received into chunk 0; a send that is hoisted into
-    the receive would overtake the other one."""
+def test_fusing_keeps_the_order_of_sends_to_one_peer():
+    """Rank 1 forwards chunk 1, then what it has received into chunk 0. If `fuse` hoisted the second
+    send into the receive, it would overtake the first."""
     plan = Schedule(
         2,
         2,
@@ -109,29 +109,29 @@ def test_two_messages_to_one_peer_keep_their_order():
 
 
 @pytest.mark.parametrize("rank", [-1, 4])
-def test_a_rank_that_is_not_there_has_no_program(rank):
+def test_projecting_to_a_rank_out_of_range_is_refused(rank):
     with pytest.raises(UsageError, match=f"rank is {rank}; allowed: 0 to 3"):
         project(schedule("all_reduce", "ring", 4), rank)
 
 
 @pytest.mark.parametrize(("missing", "sent"), [(1, 1), (3, 0)])
-def test_a_receive_without_its_send_is_named(missing: int, sent: int):
+def test_fifo_depth_names_a_receive_without_its_send(missing: int, sent: int):
     plan = schedule("all_reduce", "ring", 3)
     parts = [project(plan, r) for r in range(3)]
     parts[0] = parts[0].with_rows(list(parts[0])[missing:])
-    said = f"rank 0 sends {sent} messages to rank 1, which receives 2"
-    with pytest.raises(ScheduleError, match=said):
+    message = f"rank 0 sends {sent} messages to rank 1, which receives 2"
+    with pytest.raises(ScheduleError, match=message):
         fifo_depth(parts)
 
 
-def test_ranks_that_all_receive_first_are_told():
+def test_fifo_depth_reports_cycles():
     parts = [project(schedule("all_gather", "ring", 2), r) for r in range(2)]
     assert fifo_depth(parts) == 1
     with pytest.raises(ScheduleError, match="in a cycle at any FIFO depth"):
         fifo_depth([p.with_rows(list(p)[::-1]) for p in parts])
 
 
-def test_a_store_that_nobody_reads_is_dropped():
+def test_fusing_drops_stores_that_are_never_read():
     plan = schedule("reduce_scatter", "ring", 4)
     names = [row.name for row in fuse(project(plan, 0), {0})]
     assert names == ["send", "recv_reduce_send", "recv_reduce_send", "recv_reduce_copy"]
@@ -147,26 +147,28 @@ def test_a_store_that_nobody_reads_is_dropped():
         ("all_to_all", "pairwise", ["send"] * 3 + ["recv"] * 3),
     ],
 )
-def test_what_only_waits_in_scratch_is_received_where_it_is_read(collective, algorithm, names):
+def test_fusing_removes_scratch_that_is_read_once(collective, algorithm, names):
     fused = fuse(project(schedule(collective, algorithm, 4), 0))
     assert [row.name for row in fused] == names
     assert fused.scratch == 0
 
 
-def test_a_rank_sends_before_it_receives():
-    """Else a round would be a chain of all ranks, each of which waits for the one before."""
+def test_a_rank_sends_before_it_receives_in_a_round():
+    """Otherwise a round would be a chain in which each rank waits for the one before."""
     for rank in range(4):
         names = [row.name for row in project(schedule("reduce_scatter", "ring", 4), rank)]
         assert names == ["send", "recv_reduce_copy"] * 3
 
 
-def test_chunks_that_must_be_alike():
+def test_alike_lists_chunks_that_must_have_equal_lengths():
     of_ours = [
         (a.collective, project(schedule(a.collective, a.name, 4), 0).alike) for a in ALGORITHMS
     ]
     assert {collective for collective, found in of_ours if found} == {"all_to_all"}
     t = Transfer
     rounds = ((t(0, 1, 0, 3, False),), (t(1, 1, 3, 4, False),), (t(1, 0, 4, 2, True),))
-    assert project(Schedule(2, 3, rounds), 0).alike == ((0, 2),)  # by way of scratch
+    # one is copied into the other through scratch
+    assert project(Schedule(2, 3, rounds), 0).alike == ((0, 2),)
     rounds = ((t(0, 1, 0, 3, False),), (t(0, 1, 1, 3, True),))
-    assert project(Schedule(2, 3, rounds), 0).alike == ((1, 0),)  # both in it
+    # both are in the same scratch slot
+    assert project(Schedule(2, 3, rounds), 0).alike == ((1, 0),)

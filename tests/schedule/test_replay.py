@@ -1,4 +1,5 @@
-"""The replay shows, in a real browser, what the proof says; and it needs nothing from elsewhere."""
+"""The replay page shows in a real browser what the proof computes, and loads nothing from
+outside."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from ringdp.schedule.verify import states
 from tests.browser import needs_browser
 
 
-def wanted(collective, plan: Schedule, r: int) -> dict[str, str]:
-    """What the proof says that every slot holds after round r (-1: before all)."""
+def expected_holdings(collective, plan: Schedule, r: int) -> dict[str, str]:
+    """What every slot holds after round r (-1: at the start), according to the proof."""
     state = list(states(plan, contract(collective, plan.ranks, plan.chunks).before))[r + 1]
     return {
         f"rank {rank} {'chunk' if c < plan.chunks else 'scratch'} {c}": " + ".join(
@@ -37,10 +38,10 @@ def wanted(collective, plan: Schedule, r: int) -> dict[str, str]:
         ("all_reduce", "ring", 1, -1),
     ],
 )
-def test_every_slot_shows_what_the_proof_says(browse, collective, name, n, r):
+def test_every_slot_shows_the_value_from_the_proof(browse, collective, name, n, r):
     plan = schedule(collective, name, n)
     dom = browse(html(plan, collective), f"#round={r}")
-    assert dom.holdings == wanted(collective, plan, r)
+    assert dom.holdings == expected_holdings(collective, plan, r)
     transfers = plan.rounds[r] if r >= 0 else ()
     assert len(dom.of_class("arrow")) == len(transfers)
     assert len(dom.of_class("copy")) == sum(not t.reduce for t in transfers)
@@ -52,7 +53,7 @@ def test_every_slot_shows_what_the_proof_says(browse, collective, name, n, r):
 
 
 @needs_browser
-def test_pointing_at_a_chunk_says_who_has_been_summed_into_it(browse):
+def test_a_selected_chunk_lists_the_inputs_summed_into_it(browse):
     page = html(schedule("all_reduce", "ring", 4), "all_reduce")
     dom = browse(page, "#round=1&slot=3.0")
     assert "Rank 3, chunk 0, after round 1: sums 3 inputs, 1.0 + 2.0 + 3.0." in dom.texts["says"]
@@ -77,7 +78,7 @@ def mouse(event: str) -> str:
     return f"cells[12].cell.dispatchEvent(new MouseEvent('{event}'));"
 
 
-# What is done from the start, and what #round and #says then say.
+# Name -> script that drives the page from the start; what #round shows then; a part of #says.
 DRIVES = {
     "forward": (click("forward", "forward"), "round 1 of 0-5", "0.2 +> 1.2"),
     "back": (click("forward", "forward", "back"), "round 0 of 0-5", "0.3 +> 1.3"),
@@ -113,9 +114,9 @@ DRIVES = {
 
 
 @needs_browser
-def test_it_steps_plays_points_and_obeys_the_keyboard(browse):
+def test_buttons_slider_keyboard_and_mouse_work(browse):
     ring = schedule("all_reduce", "ring", 4)
-    # One page for all: a browser takes longer to start than to drive.
+    # One page for all scripts: starting a browser takes longer than running them.
     drives = ",".join(f"() => {{ {script} }}" for script, _, _ in DRIVES.values())
     script = f"""(async () => {{
         const found = [];
@@ -143,11 +144,11 @@ def test_it_steps_plays_points_and_obeys_the_keyboard(browse):
         assert (name, saw["round"], saw["play"]) == (name, at, "Play")
         assert says in saw["says"], name
         r = int(at.split()[1]) if at.startswith("round") else -1
-        assert dict(saw["holdings"]) == wanted("all_reduce", ring, r), name
+        assert dict(saw["holdings"]) == expected_holdings("all_reduce", ring, r), name
 
 
 @needs_browser
-def test_it_fits_narrow_and_wide_windows(browse):
+def test_the_page_fits_narrow_and_wide_windows(browse):
     script = """
         document.body.style.margin = 0;
         const found = [];
@@ -168,8 +169,8 @@ def test_it_fits_narrow_and_wide_windows(browse):
 
 
 @needs_browser
-def test_every_digit_can_be_read_on_its_chunks_color(browse):
-    """At the contrast that WCAG asks of text, in light and in dark."""
+def test_digits_are_legible_on_every_chunk_color(browse):
+    """They have the contrast that WCAG requires of text, in the light and the dark scheme."""
     script = """
         const g = document.createElement("canvas").getContext("2d");
         const light = (color) => {
@@ -198,7 +199,7 @@ def test_every_digit_can_be_read_on_its_chunks_color(browse):
 
 
 @needs_browser
-def test_of_more_arrows_than_can_be_followed_rank_0s_are_in_front(browse):
+def test_in_crowded_rounds_rank_0s_arrows_are_in_front(browse):
     page = html(schedule("all_reduce", "direct", 8), "all_reduce")
     exchange, folds = browse(page, "#round=0"), browse(page, "#round=1")
     in_front = [a["class"].endswith(" picked") for a in exchange.of_class("arrow")]
@@ -208,7 +209,7 @@ def test_of_more_arrows_than_can_be_followed_rank_0s_are_in_front(browse):
 
 
 @needs_browser
-def test_what_is_said_of_a_chunk_is_in_sight_however_tall_the_grid(browse):
+def test_the_explanation_stays_visible_below_a_tall_grid(browse):
     script = """
         const box = () => byId("says").getBoundingClientRect();
         const before = box().height;
@@ -223,7 +224,7 @@ def test_what_is_said_of_a_chunk_is_in_sight_however_tall_the_grid(browse):
 
 
 @needs_browser
-def test_where_nothing_moves_there_is_nothing_to_play(browse):
+def test_controls_are_disabled_without_transfers(browse):
     dom = browse(html(schedule("all_reduce", "ring", 1), "all_reduce"))
     assert dom.texts["round"] == "nothing moves"
     assert [a["id"] for _, a in dom.elements if "disabled" in a] == [
@@ -234,19 +235,19 @@ def test_where_nothing_moves_there_is_nothing_to_play(browse):
     ]
 
 
-def test_it_needs_nothing_from_elsewhere():
+def test_the_page_loads_nothing_from_outside():
     text = html(schedule("all_reduce", "ring", 2), "all_reduce")
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|src=|@import|url\(|<link", text)
     assert "default-src 'none'" in text
 
 
-def test_what_it_is_given_is_escaped():
+def test_the_title_is_escaped():
     page = html(schedule("all_reduce", "ring", 2), "all_reduce", title="</title><b>{{data}} & x")
     assert "<b>" not in page
     assert page.count("&lt;/title&gt;&lt;b&gt;{{data}} &amp; x") == 2
 
 
-def test_it_refuses_what_no_screen_shows_and_what_is_wrong():
+def test_too_large_and_wrong_schedules_are_refused():
     with pytest.raises(UsageError, match="at most 4096 slots; 2 ranks of 3000 chunks"):
         html(Schedule(2, 3000, ()), "all_reduce")
     with pytest.raises(ScheduleError, match="<-- here"):
