@@ -1,4 +1,5 @@
-"""Who may import whom (read from the sources), no cycles, and the public names."""
+"""Which package may import which (read from the sources), no import cycles, and the public
+names."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ MODULES = {
     "ringdp.kernels." + p.stem: p for p in (ROOT / "kernels").glob("*.py")
 }  # fmt: skip
 
-# Room -> the rooms that it may import, beside itself. `_core` is csrc.
+# Package -> the packages that it may import, besides itself. `_core` is csrc.
 MAY = {
     "errors": set(),
     "tape": {"errors"},
@@ -37,7 +38,7 @@ MAY = {
     "cli": {"schedule", "transport", "comm", "parallel", "kernels", "tape", "errors", ""},
     "": {"comm", "parallel", "errors"},
 }
-# Packages from outside that a room may import, beside the standard library.
+# Package -> the third-party packages that it may import, besides the standard library.
 OUTSIDE = {
     "errors": set(),
     "tape": set(),
@@ -59,7 +60,7 @@ def room(module: str) -> str:
 
 @cache
 def imports(module: str) -> set[str]:
-    """Absolute names of what a module imports, whether at its top or inside a function."""
+    """The absolute names of all modules that a module imports, at the top or inside a function."""
     package = module.split(".")[:-1]
     found = set()
     for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
@@ -74,7 +75,7 @@ def imports(module: str) -> set[str]:
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))
-def test_a_room_imports_only_what_it_may(module):
+def test_packages_import_only_what_they_may(module):
     here = room(module)
     for name in imports(module):
         if name.split(".")[0] == "ringdp":
@@ -84,7 +85,7 @@ def test_a_room_imports_only_what_it_may(module):
             assert name.split(".")[0] in OUTSIDE[here], f"{module} imports {name}"
 
 
-def test_transports_know_programs_not_schedules():
+def test_transports_import_only_programs_of_the_schedule_package():
     used = {i for m in MODULES if room(m) == "transport" for i in imports(m)}
     assert {i for i in used if room(i) == "schedule" and i in MODULES} == {
         "ringdp.schedule.program"
@@ -101,12 +102,12 @@ def test_cupy_is_imported_by_three_files_only():
     }
 
 
-def test_schedules_need_numpy_in_two_files_only():
+def test_numpy_is_imported_by_two_files_of_the_schedule_package():
     users = [m for m in MODULES if room(m) == "schedule" and "numpy" in imports(m)]
     assert sorted(users) == ["ringdp.schedule.cost", "ringdp.schedule.program"]
 
 
-def test_no_module_imports_itself_by_a_detour():
+def test_there_are_no_import_cycles():
     graph = {m: {i for i in imports(m) if i in MODULES} for m in MODULES}
     done: set[str] = set()
 
@@ -121,8 +122,8 @@ def test_no_module_imports_itself_by_a_detour():
         visit(module, ())
 
 
-def test_import_stays_light():
-    """Every rank pays for it. Parts of torch take longer than all of ringdp."""
+def test_import_loads_no_heavy_modules():
+    """Every rank pays for the import; some parts of torch take longer than all of ringdp."""
     heavy = (
         "cupy triton matplotlib typer rich sympy torch.distributed.fsdp torch.distributed.tensor"
     )
@@ -137,7 +138,7 @@ def test_import_stays_light():
 
 
 @pytest.mark.parametrize("name", ringdp.__all__)
-def test_annotations_can_be_read(name: str) -> None:
+def test_annotations_of_public_names_resolve(name: str) -> None:
     public = getattr(ringdp, name)
     for annotated in (public, getattr(public, "__init__", public)):
         if isinstance(annotated, FunctionType | type):
@@ -209,15 +210,15 @@ def test_public_names():
 
 
 @pytest.mark.parametrize("package", [ringdp, ringdp.schedule, ringdp.kernels])
-def test_public_names_exist_and_say_what_they_do(package):
+def test_public_names_exist_and_have_docstrings(package):
     for name in package.__all__:
         value = getattr(package, name)
         if isinstance(value, type) or hasattr(value, "__code__"):
             assert value.__doc__, name
 
 
-def test_text_is_utf8_whatever_the_locale() -> None:
-    """Without a word of it, it is what the environment says: ASCII, where LC_ALL is C."""
+def test_text_files_are_opened_with_an_explicit_encoding() -> None:
+    """Without `encoding=` Python uses the locale's, which is ASCII under LC_ALL=C."""
     found = [
         f"{file.relative_to(ROOT)}:{call.lineno}"
         for room in ("ringdp", "kernels", "bench", "examples", "tests")
@@ -229,10 +230,10 @@ def test_text_is_utf8_whatever_the_locale() -> None:
 
 
 def _by_locale(call: ast.Call) -> bool:
-    """Does it read or write text, of a file or of a process, in the locale's encoding?"""
+    """Whether the call reads or writes text of a file or process in the locale's encoding."""
     name = getattr(call.func, "attr", getattr(call.func, "id", ""))
     given = {word.arg for word in call.keywords}
-    before_mode = 1 if isinstance(call.func, ast.Name) else 0  # open(file, mode), file.open(mode)
+    before_mode = 1 if isinstance(call.func, ast.Name) else 0  # open(file, mode) or path.open(mode)
     mode = "".join(map(ast.unparse, call.args[before_mode : before_mode + 1]))
     if name in ("read_text", "write_text") or (
         name == "open" and re.fullmatch("|'[rwax+]+'", mode)

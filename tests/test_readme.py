@@ -1,4 +1,4 @@
-"""README's code runs, and what pages show of results is generated from them."""
+"""README's code runs, and its tables and figures are generated from the results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests import scripts
 
 TEXT = readme.README.read_text(encoding="utf-8")
 PAGES = (readme.README, *sorted((readme.ROOT / "docs").glob("*.md")))
-# Standalone: on a port that is free, where several jobs may run beside each other.
+# --standalone picks a free port, so several jobs can run at the same time.
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 
@@ -28,14 +28,14 @@ def test_figure_and_tables_are_current():
         )
 
 
-def test_the_commands_it_names_exist():
+def test_make_targets_named_in_the_readme_exist():
     makefile = (readme.ROOT / "Makefile").read_text(encoding="utf-8")
     for target in re.findall(r"(?m)(?:^|`)make (\w+)", TEXT):
         assert f"\n{target}:" in makefile
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_files_and_headings_that_it_names_exist(page: Path):
+def test_linked_files_and_headings_exist(page: Path):
     text = page.read_text(encoding="utf-8")
     for path in re.findall(r"`((?:ringdp|csrc|kernels|bench)/[\w/.]*)`", text):
         assert (readme.ROOT / path).exists(), path
@@ -46,20 +46,20 @@ def test_files_and_headings_that_it_names_exist(page: Path):
 
 
 def anchors(text: str) -> list[str]:
-    """As GitHub makes them of headings."""
+    """The anchors that GitHub makes from headings."""
     heads = re.findall(r"(?m)^#+ (.*)", text)
     return [re.sub(r"[^\w\s-]", "", head).strip().lower().replace(" ", "-") for head in heads]
 
 
-def test_a_schedule_is_drawn_and_projected(capsys: pytest.CaptureFixture[str]):
+def test_the_drawing_example_prints_rounds_and_rows(capsys: pytest.CaptureFixture[str]):
     (block,) = [b for b in BLOCKS if "project(" in b]
     exec(block, {})
-    said = capsys.readouterr().out
-    assert "round 5:" in said
-    assert "recv_reduce_copy_send" in said
+    output = capsys.readouterr().out
+    assert "round 5:" in output
+    assert "recv_reduce_copy_send" in output
 
 
-def test_an_algorithm_of_ones_own_is_proved_and_replayed(
+def test_the_custom_algorithm_example_is_proved_and_replayed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     (block,) = [b for b in BLOCKS if "def star" in b]
@@ -68,12 +68,12 @@ def test_an_algorithm_of_ones_own_is_proved_and_replayed(
     (tmp_path / "mine.py").write_text(block, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     assert main(command.split()) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("mine.py:star all_reduce on 5 ranks, proved\n2 rounds, 1 chunk")
+    output = capsys.readouterr().out
+    assert output.startswith("mine.py:star all_reduce on 5 ranks, proved\n2 rounds, 1 chunk")
     assert "<svg" in (tmp_path / "star.html").read_text(encoding="utf-8")
 
 
-def a_script_of(name: str, directory: Path) -> Path:
+def write_script(name: str, directory: Path) -> Path:
     (block,) = [b for b in BLOCKS if name in b]
     script = directory / "your_script.py"
     script.write_text(block, encoding="utf-8")
@@ -81,45 +81,45 @@ def a_script_of(name: str, directory: Path) -> Path:
 
 
 @pytest.mark.process
-def test_five_lines_run_under_torchrun(tmp_path: Path):
-    script = a_script_of("stage=3", tmp_path)
+def test_the_sharding_example_runs_under_torchrun(tmp_path: Path):
+    script = write_script("stage=3", tmp_path)
     subprocess.run([*TORCHRUN, str(script)], check=True, timeout=600)
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("block", [b for b in BLOCKS if re.search(r"(?m)^\S*init\w*\(", b)])
-def test_what_calls_init_runs_on_two_ranks(tmp_path: Path, block: str):
+def test_examples_run_on_two_ranks(tmp_path: Path, block: str):
     script = tmp_path / "your_script.py"
     script.write_text(block, encoding="utf-8")
     scripts.run(script)
 
 
 @pytest.mark.process
-def test_a_loop_of_ones_own_times_a_collective(tmp_path: Path):
+def test_the_timing_loop_of_the_speed_page_runs(tmp_path: Path):
     (block,) = re.findall(
         r"```python\n(.*?)```", readme.SPEED.read_text(encoding="utf-8"), re.DOTALL
     )
     (tmp_path / "loop.py").write_text(block, encoding="utf-8")
-    said, _ = scripts.run(tmp_path / "loop.py")
-    assert said.startswith("1,048,576 bytes: ")
+    output, _ = scripts.run(tmp_path / "loop.py")
+    assert output.startswith("1,048,576 bytes: ")
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("name", ["DistributedDataParallel", "stage=3"])
-def test_five_lines_run_in_one_process_alone(tmp_path: Path, name: str):
-    scripts.run(a_script_of(name, tmp_path), ranks=0)
+def test_examples_run_in_one_process_without_a_launcher(tmp_path: Path, name: str):
+    scripts.run(write_script(name, tmp_path), ranks=0)
 
 
 @pytest.mark.process
-def test_a_run_is_traced_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_tracing_example_gives_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (command,) = re.findall(r"(?m)^ringdp (report run.json .*?) +#", TEXT)
-    scripts.run(a_script_of("ringdp.trace(", tmp_path))
+    scripts.run(write_script("ringdp.trace(", tmp_path))
     monkeypatch.chdir(tmp_path)
     assert main(command.split()) == 0
     assert "<canvas" in (tmp_path / "run.html").read_text(encoding="utf-8")
 
 
-def test_the_first_commands_change_the_line_that_the_diff_shows():
+def test_the_sed_command_changes_the_line_shown_in_the_diff():
     (change, script) = re.findall(r"(?m)^sed '(.*)' (\S+) >", TEXT)[0]
     (diff,) = re.findall(r"```diff\n-(.*)\n\+(.*)\n```", TEXT)
     command = ["sed", change, str(readme.ROOT / script)]
@@ -129,14 +129,14 @@ def test_the_first_commands_change_the_line_that_the_diff_shows():
 
 
 @pytest.mark.process
-def test_a_torch_script_needs_one_other_line(tmp_path: Path):
+def test_changing_the_import_gives_the_same_parameters(tmp_path: Path):
     (diff,) = re.findall(r"```diff\n-(.*)\n\+(.*)\n```", TEXT)
     example = (readme.ROOT / "examples" / "digits.py").read_text(encoding="utf-8")
     assert example.count(diff[0]) == 1
     script = tmp_path / "digits.py"
-    said = []
+    output = []
     for line in diff:
         script.write_text(example.replace(diff[0], line), encoding="utf-8")
-        said.append(scripts.run(script)[0])
-    assert said[0] == said[1], "accuracy and parameters"
-    assert float(re.search(r"accuracy ([\d.]+)", said[0])[1]) > 0.9
+        output.append(scripts.run(script)[0])
+    assert output[0] == output[1], "accuracy and parameters"
+    assert float(re.search(r"accuracy ([\d.]+)", output[0])[1]) > 0.9

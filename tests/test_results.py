@@ -1,4 +1,4 @@
-"""Ratios of results against what is required, and the plots made of them."""
+"""Required ratios of the results, and the plots and tables made of them."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -33,11 +33,11 @@ def results(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_worst_size_of_the_range_against_the_best_peer(results: Path) -> None:
+def test_reached_is_the_worst_size_against_the_best_peer(results: Path) -> None:
     case = Required("case", "all_reduce", False, K, 4 * K, 1.8)
     assert reached(case, median, results) == (2.0, 4 * K)
     assert reached(case._replace(registered=True), median, results) == (6.0, K)
-    assert reached(case, minimum, results) == (45.0, 4 * K)  # 90 over 2
+    assert reached(case, minimum, results) == (45.0, 4 * K)  # gloo's 90 over 2
     assert reached(case._replace(results="other"), median, results) is None
     assert reached(case._replace(least=K << 10, most=K << 10), median, results) is None
 
@@ -58,7 +58,7 @@ def test_every_requirement_is_measured_by_the_suite() -> None:
         assert case.most <= options.sizes[-1]
 
 
-def test_names_of_the_suite_are_checked_before_anything_is_measured(
+def test_the_suite_checks_names_before_measuring(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from bench import suite
@@ -70,7 +70,7 @@ def test_names_of_the_suite_are_checked_before_anything_is_measured(
     assert not measured
 
 
-def test_the_suite_makes_the_folder_of_its_results(
+def test_the_suite_creates_the_results_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from bench import suite
@@ -83,7 +83,7 @@ def test_the_suite_makes_the_folder_of_its_results(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["--json", "/nowhere/x.json"], "argument --json: cannot write /nowhere/x.json: No such"),
         (["--ranks", "0"], "argument --ranks: '0' is no whole number above 0"),
@@ -91,15 +91,15 @@ def test_the_suite_makes_the_folder_of_its_results(
     ],
     ids=["json", "no rank", "no ranks"],
 )
-def test_what_a_bench_cannot_do_is_refused_at_once(
-    arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys
+def test_bad_arguments_of_a_bench_are_refused(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     from bench import plan
 
     monkeypatch.setattr("sys.argv", ["plan", *arguments])
     with pytest.raises(SystemExit, match="2"):
         plan.main()
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_plots_are_the_same_for_the_same_results(tmp_path: Path) -> None:
@@ -118,11 +118,11 @@ def test_plots_are_the_same_for_the_same_results(tmp_path: Path) -> None:
 STEP = [
     *(Span("forward", str(i), 20 * i, 20 * (i + 1)) for i in range(9)),
     *(Span("all_gather", str(i), 10 * i, 10 * (i + 5)) for i in range(5)),
-    Span("all_gather", "5", 50, 60),  # begins as the first ends
+    Span("all_gather", "5", 50, 60),  # begins when the first ends
 ]
 
 
-def test_bars_of_a_step_lie_apart_in_as_few_rows_as_will_do() -> None:
+def test_overlapping_spans_are_put_into_the_fewest_rows() -> None:
     gathers = [span for span in STEP if span.lane == "all_gather"]
     rows = apart(reversed(gathers))
     assert sorted(span for row in rows for span in row) == sorted(gathers)
@@ -130,7 +130,7 @@ def test_bars_of_a_step_lie_apart_in_as_few_rows_as_will_do() -> None:
     assert [len(row) for row in rows] == [2, 1, 1, 1, 1]
 
 
-def test_a_step_is_drawn_with_its_labels_along_a_time() -> None:
+def test_the_drawing_of_a_step_has_all_labels_and_times() -> None:
     pytest.importorskip("matplotlib")
     from bench import plots
 
@@ -141,7 +141,7 @@ def test_a_step_is_drawn_with_its_labels_along_a_time() -> None:
 
 
 def test_the_cost_model_holds_over_an_emulated_link() -> None:
-    """Less than 10 % off at the median of every case: sizes, algorithms, 2 to 8 ranks."""
+    """The median of every case is less than 10 % off: sizes, algorithms, 2 to 8 ranks."""
     rows = tables.link_rows()
     cases = {(r.ranks, r.algorithm, r.bytes) for r in rows}
     assert cases == {
@@ -151,7 +151,8 @@ def test_the_cost_model_holds_over_an_emulated_link() -> None:
 
 
 def test_plans_of_every_stage_were_checked_against_runs() -> None:
-    """Bytes to the byte. Times are only shown: docs/speed.md says by how much they are off."""
+    """Predicted bytes equal the counted ones. Times are not checked; docs/speed.md shows their
+    error."""
     runs = tables.plan_runs()
     assert {(r.ranks, r.network, r.stage) for r in runs} == {
         (n, network, stage)

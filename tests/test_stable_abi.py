@@ -1,4 +1,4 @@
-"""The extension keeps to Python's stable ABI, which its build takes from Python 3.12 on."""
+"""The extension uses only Python's stable ABI, which it is built for from Python 3.12 on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CXX = os.environ.get("CXX", "g++")
 
 
 def headers() -> Iterator[Path]:
-    """Those of the Pythons that are here: this one's, a system's, and a version manager's."""
+    """The include directories of this Python, the system's and a version manager's."""
     yield Path(sysconfig.get_path("include"))
     for folder in ("/usr/include", "/usr/local/include"):
         yield from Path(folder).glob("python3.*")
@@ -26,12 +26,12 @@ def headers() -> Iterator[Path]:
 
 
 def minor(include: Path) -> int:
-    named = re.fullmatch(r"python3\.(\d+)", include.name)  # not a build without the GIL
+    named = re.fullmatch(r"python3\.(\d+)", include.name)  # excludes builds without the GIL
     return int(named[1]) if named and (include / "Python.h").exists() else 0
 
 
 @pytest.mark.skipif(not shutil.which(CXX), reason=f"no {CXX}")
-def test_it_compiles_with_nothing_else():
+def test_the_extension_compiles_with_the_limited_api():
     nanobind = pytest.importorskip("nanobind")
     newest = max(headers(), key=minor)
     if minor(newest) < 12:

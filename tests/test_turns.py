@@ -1,4 +1,4 @@
-"""Ways that take turns, and what is said meanwhile."""
+"""Measurements that take turns, and the progress that they print."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def idle() -> Callable[[], object]:
 
 
 @pytest.mark.process
-def test_jobs_take_turns_and_say_how_far_they_are(
+def test_jobs_take_turns_and_print_progress(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(turns, "STARTS", 2)
@@ -31,7 +31,7 @@ def test_jobs_take_turns_and_say_how_far_they_are(
     ]
 
 
-def test_turns_of_one_job_say_what_they_are_of(
+def test_progress_of_one_job_names_what_is_measured(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(dist, "barrier", lambda: None)
