@@ -1,4 +1,4 @@
-"""Pages in a real browser: what is in their DOM once their scripts have run."""
+"""Opens pages in headless Chromium and returns their DOM after their scripts have run."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ BROWSER = next(
 FLAGS = (
     "--headless",
     "--no-sandbox",
-    "--disable-dev-shm-usage",  # of which a container may have little
+    "--disable-dev-shm-usage",  # a container may have little /dev/shm
     "--disable-gpu",
     "--disable-background-networking",
     "--no-first-run",
     "--window-size=1400,900",
     "--dump-dom",
-    "--virtual-time-budget=300000",  # ms, which pass at once
+    "--virtual-time-budget=300000",  # milliseconds of virtual time, which do not take real time
 )
 needs_browser = pytest.mark.skipif(not BROWSER, reason="no chromium on PATH")
 
 
 class Dom(HTMLParser):
-    """What a test asks of a page: attributes by element, and the text under an id or a tag."""
+    """A page's elements with their attributes, and the text inside each id or tag."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -54,14 +54,15 @@ class Dom(HTMLParser):
 
     @property
     def holdings(self) -> dict[str, str]:
-        """`rank 0 chunk 1` -> `0.1 + 2.1`, as a screen reader hears it."""
+        """`rank 0 chunk 1` -> `0.1 + 2.1`, from the cells' aria-labels."""
         return dict(a["aria-label"].split(": ") for a in self.of_class("cell"))
 
 
 def open_page(at: Path, page: str, place: str = "", *, script: str = "") -> Dom:
-    """The DOM of a page once its scripts have run, and `script` after them. `at`: a directory."""
+    """Writes the page to the directory `at`; returns its DOM after its scripts and `script` have
+    run."""
     file = at / "page.html"
-    # What a script finds wrong ends up in the title.
+    # Errors of scripts are put into the title.
     watch = "<script>onerror = (what) => { document.title = `ERROR ${what}`; }</script>"
     page = page.replace("<title>", watch + "<title>", 1)
     file.write_text(page.replace("</body>", f"<script>{script}</script></body>"), encoding="utf-8")

@@ -1,7 +1,7 @@
-"""C++ programs of tests.
+"""C++ programs of the tests.
 
-A compiler takes seconds of a core, so those that the test files of a run name in their BUILDS are
-begun as it begins, and made beside its other tests, of whatever time these leave.
+Compiling one takes seconds. So the builds that the selected test files name in their BUILDS start
+in the background at the beginning of the session, at low priority.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 CXX = os.environ.get("CXX", "g++")
-SECONDS = 1800  # only a hang reaches it, or a machine that others keep busy
+SECONDS = 1800  # only a hang takes as long, or a very busy machine
 
 
-# A store that publishes, and the name of what is stored.
+# A store with release order, and the name of the variable that it stores to.
 RELEASE = re.compile(
     r"(?:\S*\b(\w+)\.store\(|__atomic_store_n\((\w+),).*(?:memory_order_release|__ATOMIC_RELEASE)\)"
 )
 
 
 class Build(NamedTuple):
-    """`relaxes`: a store of csrc that publishes a NAME orders nothing in a run that has
-    RELAXED_NAME in its environment."""
+    """A program. With `relaxes`, setting RELAXED_NAME in a run's environment turns csrc's release
+    stores to the variable NAME into relaxed ones, so a test can show that the order is needed."""
 
-    source: str  # in tests/
+    source: str  # relative to tests/
     options: tuple[str, ...]
     relaxes: bool = False
 
 
 class Builds:
-    """builds[build]: the program; skips the test where there is no compiler for it."""
+    """builds[build]: the program's path; skips the test if it cannot be compiled here."""
 
     def __init__(self, at: Path) -> None:
         self._at, self._made = at, dict[Build, Future[Path]]()
@@ -67,19 +67,19 @@ class Builds:
             csrc = shutil.copytree(csrc, out.with_suffix(".csrc"))
             for header in csrc.rglob("*.hpp"):
                 text = header.read_text(encoding="utf-8")
-                header.write_text(RELEASE.sub(_either, text), encoding="utf-8")
+                header.write_text(RELEASE.sub(_release_or_relaxed, text), encoding="utf-8")
         command = ["nice", "-n", "5", CXX, "-std=c++17", "-pthread", "-Wno-psabi", *options]
         command += ["-I", str(csrc), str(ROOT / "tests" / build.source), "-o", str(out)]
         compiler = subprocess.Popen(command, stderr=subprocess.PIPE, encoding="utf-8")
         self._compilers.append(compiler)
-        _, said = compiler.communicate(timeout=SECONDS)
-        if "cannot find" in said and "san" in said:
-            pytest.skip(f"no library for a sanitizer: {said}")
-        assert compiler.returncode == 0, said
+        _, errors = compiler.communicate(timeout=SECONDS)
+        if "cannot find" in errors and "san" in errors:
+            pytest.skip(f"no library for a sanitizer: {errors}")
+        assert compiler.returncode == 0, errors
         return out
 
 
-def _either(release: re.Match[str]) -> str:
+def _release_or_relaxed(release: re.Match[str]) -> str:
     store, name = release[0], release[1] or release[2]
     relaxed = store.replace("release", "relaxed").replace("RELEASE", "RELAXED")
     return f'std::getenv("RELAXED_{name}") ? {relaxed} : {store}'

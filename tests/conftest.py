@@ -1,4 +1,4 @@
-"""Fixtures that all rooms share."""
+"""Fixtures shared by all test folders."""
 
 from __future__ import annotations
 
@@ -21,16 +21,18 @@ from tests.builds import Builds
 from tests.forks import Forks
 from tests.ranks import TIMEOUT, Pool
 
-# With these whoever runs tests may say that files are terminals, and how wide: rich believes it.
+# A user may have set these to force or forbid colours or to fix the width; rich obeys them.
 COLORS = ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
 for variable in (*COLORS, "COLUMNS", "LINES"):
     os.environ.pop(variable, None)
 
-settings.register_profile("any load", deadline=None)  # tests do not time anything
+settings.register_profile("any load", deadline=None)  # no test depends on how long an example takes
 settings.load_profile("any load")
-if len(tempfile.gettempdir()) > 60:  # sockets lie there, whose paths have at most 107 bytes
+# sockets are created there, and their paths have at most 107 bytes
+if len(tempfile.gettempdir()) > 60:
     os.environ["TMPDIR"] = tempfile.tempdir = "/tmp"
-torch.set_num_threads(1)  # several wait for one another, on a busy machine ten times as long
+# several threads wait for one another; on a busy machine that takes ten times as long
+torch.set_num_threads(1)
 
 
 def starts_processes(item: pytest.Item) -> bool:
@@ -38,13 +40,14 @@ def starts_processes(item: pytest.Item) -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Those that start none come first: each leaves cores to what the fixtures below begin."""
+    """Runs tests without processes first, while the builds and the fork server start."""
     items.sort(key=starts_processes)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def server(request: pytest.FixtureRequest) -> None:
-    """A process has one fork server, and launchers under test would start it with less imported."""
+    """Starts the fork server before a launcher under test starts it with fewer preloaded modules.
+    (A process has only one.)"""
     if any(map(starts_processes, request.session.items)):
         forkserver.ensure_running()
 
@@ -53,7 +56,8 @@ def server(request: pytest.FixtureRequest) -> None:
 def builds(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Builds]:
-    """builds[BUILDS[name]]: a program that a test file names, see tests/builds.py."""
+    """builds[BUILDS[name]]: the path of a C++ program that a test file names, see
+    tests/builds.py."""
     made = Builds(tmp_path_factory.mktemp("builds"))
     for module in {item.getparent(pytest.Module): None for item in request.session.items}:
         made.begin(getattr(module and module.obj, "BUILDS", {}))
@@ -63,7 +67,7 @@ def builds(
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], Pool]]:
-    """ranks(n): a living pool of n rank processes, see tests/ranks.py."""
+    """ranks(n): the session's pool of n rank processes, see tests/ranks.py."""
     pools: dict[int, Pool] = {}
 
     def pool(size: int) -> Pool:
@@ -78,7 +82,7 @@ def ranks() -> Iterator[Callable[[int], Pool]]:
 
 @pytest.fixture
 def fresh_ranks() -> Iterator[Callable[..., Pool]]:
-    """fresh_ranks(n, timeout=...): a pool for one test, which may ruin it."""
+    """fresh_ranks(n, timeout=...): a pool for one test, which may break it."""
     pools: list[Pool] = []
 
     def pool(size: int, timeout: float = TIMEOUT) -> Pool:
@@ -92,8 +96,8 @@ def fresh_ranks() -> Iterator[Callable[..., Pool]]:
 
 @pytest.fixture(scope="module")
 def gpu_ranks() -> Iterator[Callable[[int, float], Pool]]:
-    """gpu_ranks(n, timeout): a pool for a module's tests, until one fails: to import torch and
-    start CUDA takes a process seconds, and `make gpu` has few."""
+    """gpu_ranks(n, timeout): a pool shared by a module's tests, replaced after a failure. A process
+    takes seconds to import torch and start CUDA, and `make gpu` has a time limit."""
     pools: list[Pool] = []
 
     def pool(size: int, timeout: float) -> Pool:
@@ -115,13 +119,13 @@ def forks() -> Iterator[Forks]:
 
 
 @pytest.fixture
-def asking() -> Iterator[Callable[[Store], StoreClient]]:
-    """asking(store): it, as whoever asks it sees it."""
+def store_client() -> Iterator[Callable[[Store], StoreClient]]:
+    """asking(store): a StoreClient of `store`, closed at the end of the test."""
     with ExitStack() as until_end:
         yield lambda store: until_end.enter_context(StoreClient(lambda: store))
 
 
 @pytest.fixture
 def browse(tmp_path: Path) -> Callable[..., Dom]:
-    """browse(page, "#round=3", script="..."): the page's DOM once its scripts have run."""
+    """browse(page, "#round=3", script="..."): the page's DOM after its scripts have run."""
     return partial(open_page, tmp_path)

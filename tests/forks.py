@@ -1,9 +1,9 @@
-"""Ranks that may die: forked from one process that has imported everything, some 0.1 s a job.
+"""Ranks that may die: forked from a process that has imported everything, in 0.1 s or so per job.
 
-    forks(3, function, *arguments) -> [Ended(code, said) of rank 0, ...]
+    forks(3, function, *arguments) -> [Ended(code, reported) of rank 0, ...]
 
-runs `function(comm, say, *arguments)` on every rank, where `function` is a module-level function of
-a test file. What a rank has passed to `say` is what it `said`, however it ended after that.
+calls `function(comm, report, *arguments)` on every rank; `function` is a module-level function of a
+test file. What a rank passes to `report` is in `reported`, however the rank ended.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from torch.distributed import TCPStore
 from ringdp.cli.loopback import environment, loopback_store
 from tests.ranks import SERVER, named
 
-Say = Callable[[Any], None]
+Report = Callable[[Any], None]
 
-HANG = "hangs"  # the code of a rank that did not end
-PATIENCE = 60.0  # seconds that a call may take: a busy machine is slow
-LIFETIME = 10 * PATIENCE  # seconds until a rank counts as one that hangs
+HANG = "hangs"  # the code of a rank that had to be killed
+CALL_TIMEOUT = 60.0  # seconds that a call may take on a busy machine
+LIFETIME = 10 * CALL_TIMEOUT  # seconds until a rank counts as hanging
 
 
 class Ended(NamedTuple):
-    """How a rank ended: its exit code, negative for a signal, and all that it said."""
+    """How a rank ended: its exit code (negative: a signal) and what it reported."""
 
     code: int | str
-    said: list[Any]
+    reported: list[Any]
 
 
 class Forks:
-    """Runs one job after the other below its process; made once for a test session."""
+    """Forks the ranks of one job after another from its own process; made once per session."""
 
     def __init__(self) -> None:
         self.pipe, there = SERVER.Pipe()
@@ -56,12 +56,12 @@ class Forks:
 
     def close(self) -> None:
         self.pipe.close()
-        self.process.join(PATIENCE)
+        self.process.join(CALL_TIMEOUT)
         self.process.kill()
 
 
 def store() -> TCPStore:
-    """In a rank: what its job has to talk over beside a communicator."""
+    """On a rank: a client of its job's store, to communicate without the communicator."""
     return TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
 
 
@@ -74,9 +74,10 @@ def main(pipe: Connection) -> None:
             sys.path[:], size, port, module, name, arguments = pipe.recv()
         except EOFError:
             return
-        function = getattr(importlib.import_module(module), name)  # once for all ranks
+        function = getattr(importlib.import_module(module), name)  # imported once for all ranks
         os.environ |= environment(port, size)
-        gc.freeze()  # else a rank that ends looks at, and so copies, all that it shares with this
+        # otherwise a rank's last collection would write to, and so copy, all inherited pages
+        gc.freeze()
         pipe.send(job(size, function, arguments))
 
 
@@ -88,13 +89,14 @@ def job(size: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> 
             be_rank(rank, function, writer, arguments)
         writer.close()
         ranks[pid] = reader
-    said: dict[int, list[Any]] = {pid: [] for pid in ranks}
+    reported: dict[int, list[Any]] = {pid: [] for pid in ranks}
     codes: dict[int, int | str] = {}
     deadline = time.monotonic() + LIFETIME
     while len(codes) < size:
         for pid in ranks.keys() - codes.keys():
-            ended, status = os.waitpid(pid, os.WNOHANG)  # before the pipe, which it may fill
-            listen(ranks[pid], said[pid])
+            # before the pipe is read, so that nothing is left in it afterwards
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            drain(ranks[pid], reported[pid])
             if ended:
                 codes[pid] = os.waitstatus_to_exitcode(status)
             elif time.monotonic() > deadline:
@@ -102,15 +104,15 @@ def job(size: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> 
                 os.waitpid(pid, 0)
                 codes[pid] = HANG
         time.sleep(0.002)
-    return [Ended(codes[pid], said[pid]) for pid in ranks]
+    return [Ended(codes[pid], reported[pid]) for pid in ranks]
 
 
-def listen(pipe: Connection, words: list[Any]) -> None:
+def drain(pipe: Connection, messages: list[Any]) -> None:
     try:
         while pipe.poll():
-            words.append(pipe.recv())
+            messages.append(pipe.recv())
     except (EOFError, OSError):
-        return  # it said all, or was killed in the middle of a word
+        return  # the rank has reported all, or was killed while it wrote
 
 
 def be_rank(
@@ -120,8 +122,9 @@ def be_rank(
 
     import ringdp
 
-    torch.set_num_threads(1)  # torch makes a fork its pool anew, and two threads at once would fail
+    # after a fork torch makes its thread pool anew, and fails if two threads do it at once
+    torch.set_num_threads(1)
     os.environ["RANK"] = str(rank)
-    function(ringdp.init(timeout=PATIENCE, warn_after=PATIENCE), pipe.send, *arguments)
+    function(ringdp.init(timeout=CALL_TIMEOUT, warn_after=CALL_TIMEOUT), pipe.send, *arguments)
     atexit._run_exitfuncs()
-    os._exit(0)  # the interpreter's own end takes longer than all of this
+    os._exit(0)  # the interpreter's own shutdown takes longer than the whole job

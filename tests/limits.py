@@ -1,4 +1,4 @@
-"""A process that gets no more memory, or descriptors, than it has."""
+"""Resource limits of this process: address space and file descriptors."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 
 @contextmanager
-def room(more: int) -> Iterator[None]:
-    """For so many bytes of address space beside those that it has mapped."""
+def address_space_limit(more: int) -> Iterator[None]:
+    """Limits the address space to `more` bytes beyond what is mapped now."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     mapped = (
         int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
@@ -26,9 +26,9 @@ def room(more: int) -> Iterator[None]:
 
 @contextmanager
 def no_descriptor() -> Iterator[None]:
-    """The next one that is asked for there is not."""
+    """Makes the next attempt to open a file descriptor fail."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free = os.dup(0)  # the lowest
+    free = os.dup(0)  # the lowest free one
     os.close(free)
     resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))
     try:

@@ -1,4 +1,4 @@
-"""Ports for servers that are started later, and what a process has open."""
+"""Ports for servers that are started later, and the sockets of this process."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
-LISTENS, CONNECTED = "0A", "01"  # states, as the kernel numbers them
-GIVEN = Path("/proc/sys/net/ipv4/ip_local_port_range")
+LISTENING, CONNECTED = "0A", "01"  # TCP states in /proc/net/tcp
+EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def unused_port() -> int:
-    """One of the loopback, below those that the kernel gives to whoever asks for any: it does not
-    get another user before its server starts."""
-    lowest = int(GIVEN.read_text(encoding="utf-8").split()[0])
+    """A free port of the loopback, below the kernel's ephemeral range, so that no other process is
+    assigned it before its server starts."""
+    lowest = int(EPHEMERAL.read_text(encoding="utf-8").split()[0])
     while True:
         port = random.SystemRandom().randrange(1024, max(lowest, 2048))
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
@@ -23,10 +23,10 @@ def unused_port() -> int:
 
 
 def sockets(state: str) -> list[tuple[str, str]]:
-    """This process's in that state: the addresses here and there, in hexadecimal."""
+    """This process's sockets in that state: local and remote address, in hexadecimal."""
     links = set()
     for link in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):  # other threads close theirs
+        with suppress(FileNotFoundError):  # another thread has closed it
             links.add(os.readlink(link))
     found = []
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):

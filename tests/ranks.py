@@ -1,10 +1,11 @@
-"""Rank processes that live for the whole test session, forked from one that has imported all.
+"""Pools of rank processes that live for the whole test session.
 
     ranks(4)(function, *arguments) -> [result of rank 0, ...]
 
-runs `function(comm, *arguments)` on every rank, where `function` is a module-level function of a
-test file. An exception on any rank is raised in the test, the first one to occur first; the pool is
-then thrown away, since its communicator is. A test that is no more than that is such a function:
+calls `function(comm, *arguments)` on every rank; `function` is a module-level function of a test
+file. If a rank raises, the test raises the first error in time, and the pool is thrown away, since
+its communicator is broken. A test whose whole body runs on the ranks can be written as such a
+function:
 
     @on_ranks(4)
     def test_it(comm, parameter): ...
@@ -29,22 +30,22 @@ from typing import Any
 import ringdp
 from ringdp.cli.loopback import environment, loopback_store
 
-TIMEOUT = 600.0  # seconds; on a busy machine a call, or what it imports, has taken 60
+TIMEOUT = 600.0  # seconds; on a busy machine one call, with its imports, has taken 60
 
-# torch takes seconds to import: the server of this context does it once for all ranks. Nobody may
-# run a tensor operation there, as threads do not survive a fork; nor does a CUDA driver.
+# Importing torch takes seconds, so the fork server imports it once for all ranks. It must run no
+# tensor operation and start no CUDA driver: their threads do not survive a fork.
 SPAWN = multiprocessing.get_context("spawn")
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["tests.ranks", "pytest", "ringdp.cli.train", "torch._dynamo"])
 
-# torch's store asks for the name of every host that connects, this one too: where a name server
-# loses a question, nobody is answered for 5 s, or with this 1 s. Processes that the tests start
-# inherit it.
+# torch's store looks up the name of every host that connects, this one included. If a query to the
+# name server is lost, the store serves nobody for 5 s; with this setting for 1 s. Processes started
+# by the tests inherit it.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
 
 class RankError(AssertionError):
-    """What a rank raised, with its traceback as text; `error` is its type's name."""
+    """An exception on a rank; `error` is the name of its type, `text` its traceback."""
 
     def __init__(self, rank: int, error: str, text: str) -> None:
         super().__init__(f"rank {rank} raised {error}:\n{text}")
@@ -56,7 +57,7 @@ class RankError(AssertionError):
 
 class Pool:
     def __init__(self, size: int, timeout: float = TIMEOUT, *, spawned: bool = False) -> None:
-        """`spawned` for ranks that use a GPU."""
+        """Ranks that use a GPU need `spawned=True`: a CUDA driver does not survive a fork."""
         context = SPAWN if spawned else SERVER
         self.size, self.timeout = size, timeout
         self.store = loopback_store()
@@ -83,7 +84,8 @@ class Pool:
         return outcomes
 
     def outcomes(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Per rank: a result, a RankError, or None if it died. With errors, in order of time."""
+        """Returns each rank's result, RankError, or None if it died. If any rank raised, the list
+        is in order of time, not of rank."""
         for pipe in self.pipes:
             pipe.send((*named(function), arguments))
         results: dict[int, Any] = {}
@@ -126,14 +128,18 @@ class Pool:
 def on_ranks(
     n: int | None = None, *, pool: str = "ranks"
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """Without a number, on as many as the test's parameter n says. `pool`: the fixture's name."""
+    """Runs a test's body on n ranks, or on as many as the test's own parameter `n` says.
+
+    `pool` is the name of the fixture that makes the pool.
+    """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., None]:
         _, *parameters = inspect.signature(function).parameters
 
         @wraps(function)
         def test(*on_a_rank: Any, **given: Any) -> None:
-            if on_a_rank:  # which finds this under the function's name; pytest names what it gives
+            # on a rank, which finds this wrapper under the test's name; pytest passes keywords only
+            if on_a_rank:
                 return function(*on_a_rank)
             ranks = given[pool](n or given["n"])
             ranks(test, *(given[name] for name in parameters))
@@ -148,7 +154,8 @@ def on_ranks(
 
 
 def named(function: Callable[..., Any]) -> tuple[str, str]:
-    """Its module, and the name by which ranks find it there: else they would run another one."""
+    """The function's module and qualified name, checked to lead back to it: ranks import it by
+    them."""
     name = function.__module__, function.__qualname__
     assert getattr(sys.modules[name[0]], name[1], None) is function, f"ranks cannot find {name}"
     return name
@@ -156,23 +163,23 @@ def named(function: Callable[..., Any]) -> tuple[str, str]:
 
 def _serve(pipe: Connection, rank: int, size: int, port: int, timeout: float) -> None:
     os.environ |= environment(port, size, rank)
-    import pytest  # whose own failures are no Exceptions
+    import pytest  # pytest.fail.Exception is no subclass of Exception
     import torch
 
     torch.set_num_threads(1)
     comm = ringdp.init(timeout=timeout)
-    gc.freeze()  # what is imported stays, and takes 0.1 s of every collection
+    gc.freeze()  # modules stay; without this they add 0.1 s to every collection
     while True:
         try:
             module, name, arguments = pipe.recv()
         except (EOFError, KeyboardInterrupt):
             return
         try:
-            faulthandler.dump_traceback_later(0.9 * timeout)  # where it hangs
+            faulthandler.dump_traceback_later(0.9 * timeout)  # shows where a hang is
             function = getattr(importlib.import_module(module), name)
             pipe.send(function(comm, *arguments))
         except (Exception, pytest.fail.Exception) as e:
             pipe.send(RankError(rank, type(e).__name__, traceback.format_exc()))
-            comm.abort()  # else the others would wait for this rank until their timeout
+            comm.abort()  # otherwise the others would wait for this rank until their timeout
         finally:
             faulthandler.cancel_dump_traceback_later()

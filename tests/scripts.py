@@ -1,4 +1,4 @@
-"""Users' scripts, run as torchrun runs them, in processes that are forked: see tests/ranks.py."""
+"""Runs user scripts as torchrun would, in processes forked by the server of tests/ranks.py."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ import torch
 from ringdp.cli.loopback import environment, loopback_store
 from tests.ranks import SERVER
 
-PATIENCE = 600.0  # seconds; only a hang reaches it
+TIMEOUT = 600.0  # seconds; only a hang takes as long
 
 
 def run(script: Path, ranks: int = 2) -> list[str]:
-    """What each rank printed. An AssertionError with all of it where one fails.
+    """Returns what each rank printed; raises AssertionError with all output if one fails.
 
-    They run in the script's directory; with 0 ranks one process, which no launcher has started.
+    The script runs in its own directory. `ranks=0` runs one process without a launcher's
+    environment variables.
     """
     store = loopback_store()
     environments = [
@@ -28,33 +29,33 @@ def run(script: Path, ranks: int = 2) -> list[str]:
         | {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
         for rank in range(ranks)
     ] or [{}]
-    said = [script.with_name(f"said-{rank}") for rank in range(len(environments))]
+    outputs = [script.with_name(f"said-{rank}") for rank in range(len(environments))]
     processes = [
         SERVER.Process(target=_be_rank, args=(script, variables, file), daemon=True)
-        for variables, file in zip(environments, said, strict=True)
+        for variables, file in zip(environments, outputs, strict=True)
     ]
     for process in processes:
         process.start()
     for process in processes:
-        process.join(PATIENCE)
+        process.join(TIMEOUT)
     codes = [process.exitcode for process in processes]
     for process in processes:
         process.kill()
-    words = [file.read_text(encoding="utf-8") for file in said]
-    assert codes == [0] * len(codes), f"exit codes {codes}\n" + "\n".join(words)
-    return words
+    texts = [file.read_text(encoding="utf-8") for file in outputs]
+    assert codes == [0] * len(codes), f"exit codes {codes}\n" + "\n".join(texts)
+    return texts
 
 
-def _be_rank(script: Path, variables: dict[str, str], said: Path) -> None:
-    with said.open("wb") as file:
+def _be_rank(script: Path, variables: dict[str, str], outputs: Path) -> None:
+    with outputs.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    faulthandler.dump_traceback_later(0.9 * PATIENCE, file=sys.__stderr__)  # where it hangs
+    faulthandler.dump_traceback_later(0.9 * TIMEOUT, file=sys.__stderr__)  # shows where a hang is
     os.environ |= variables
-    torch.set_num_threads(1)  # torchrun's OMP_NUM_THREADS
+    torch.set_num_threads(1)  # torchrun sets OMP_NUM_THREADS=1
     os.chdir(script.parent)
     sys.argv = [str(script)]
     runpy.run_path(str(script), run_name="__main__")
-    atexit._run_exitfuncs()  # which a forked process would leave out
+    atexit._run_exitfuncs()  # a forked process does not run these by itself
     sys.stdout.flush()
     os._exit(0)

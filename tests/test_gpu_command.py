@@ -1,4 +1,4 @@
-"""`make gpu` without a GPU, and how it runs its parts."""
+"""`make gpu` without a GPU: its parts, their time limits and its report."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def done(part: Part, log: Path) -> Outcome:
     return run(part, part.limit, log)
 
 
-def test_says_plainly_that_there_is_no_gpu(
+def test_without_a_gpu_the_command_fails_with_a_clear_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -49,25 +49,26 @@ def test_says_plainly_that_there_is_no_gpu(
     assert "nothing was tested or measured" in shown.err
 
 
-def test_takes_less_than_ten_minutes() -> None:
+def test_limits_of_all_parts_sum_to_less_than_ten_minutes() -> None:
     assert sum(p.limit for p in gpu.PARTS) <= gpu.SECONDS
-    assert gpu.SECONDS + 60 < 600  # for what is not timed: make's own look for a GPU, and the end
+    # 60 s for what has no limit: make's own check for a GPU, and writing the report
+    assert gpu.SECONDS + 60 < 600
     assert all("{out}" in p.command for p in gpu.PARTS[1:])
 
 
-def test_kernels_come_first_and_are_measured_once_they_are_right() -> None:
+def test_kernels_are_tested_first_and_measured_next() -> None:
     names = [p.name for p in gpu.PARTS]
     assert names[1:3] == ["kernels equal the CPU's bits", "bench of kernels"]
 
 
-def test_every_gpu_test_is_in_one_part() -> None:
+def test_every_gpu_test_is_in_exactly_one_part() -> None:
     parts = [p for p in gpu.PARTS if p.tests]
     places = [word for p in parts for word in p.command if word.startswith("tests")]
     files = [
         str(f) for f in Path("tests").rglob("test_*.py") if MARK in f.read_text(encoding="utf-8")
     ]
     assert sorted(f for f in files for place in places if f.startswith(place)) == sorted(files)
-    # Without the project's own options test files of one name would not be collected.
+    # Overriding addopts would drop --import-mode=importlib, which test files of the same name need.
     assert not any("addopts" in word for p in parts for word in p.command)
 
 
@@ -81,17 +82,17 @@ def test_a_part_passes_or_fails(log: Path) -> None:
     assert (half.state, half.rows) == ("failed", None)
 
 
-def test_a_part_waits_for_no_name_server(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RES_OPTIONS", raising=False)  # of tests/ranks.py
-    asked = done(part("import os; assert 'attempts:1' in os.environ['RES_OPTIONS']"), log)
-    assert asked.state == "passed", asked.tail
+def test_parts_limit_retries_of_the_name_server(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RES_OPTIONS", raising=False)  # set by tests/ranks.py
+    found = done(part("import os; assert 'attempts:1' in os.environ['RES_OPTIONS']"), log)
+    assert found.state == "passed", found.tail
 
 
-# By a shell, which begins at once.
+# Started by a shell, which takes no time to start.
 HANGS = ("sh", "-c", "trap '' INT; setsid sleep 600 & echo $!; sleep 600", "{out}")
 
 
-def test_a_part_that_hangs_ends_at_its_limit_with_all_it_started(
+def test_a_hanging_part_is_killed_with_its_children_at_its_limit(
     log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(part_module, "GRACE", 0.1)
@@ -99,12 +100,12 @@ def test_a_part_that_hangs_ends_at_its_limit_with_all_it_started(
     hung = done(Part("part", HANGS, 2, tests=False), log)
     assert hung.state == "timed out"
     assert not Path(f"/proc/{int(hung.tail)}").exists()
-    assert beside.poll() is None  # it is no part's
+    assert beside.poll() is None  # a process that the part did not start
     beside.kill()
     beside.wait()
 
 
-def test_counts_tests_and_says_why_some_were_skipped(tmp_path: Path, log: Path) -> None:
+def test_a_part_counts_tests_and_collects_skip_reasons(tmp_path: Path, log: Path) -> None:
     (tmp_path / "none.ini").write_text("[pytest]\naddopts = -q\n", encoding="utf-8")
     file = tmp_path / "test_it.py"
     file.write_text(
@@ -120,11 +121,12 @@ def test_counts_tests_and_says_why_some_were_skipped(tmp_path: Path, log: Path) 
     assert (found.state, found.passed, found.skipped) == ("failed", 1, 1)
     assert found.reasons == ["no CuPy"]
     assert "assert False" in found.tail
-    without = done(Part("tests", command, 60, tests=True), log)  # as where pytest was killed
+    # no junit report, as when pytest is killed
+    without = done(Part("tests", command, 60, tests=True), log)
     assert (without.state, without.passed) == ("failed", 1)
 
 
-def test_a_part_whose_tests_were_all_skipped_has_not_passed(log: Path) -> None:
+def test_a_part_with_all_tests_skipped_is_skipped(log: Path) -> None:
     for tests, state in ((3, "skipped"), (4, "passed")):
         suite = f"<testsuites><testsuite tests='{tests}' skipped='3'/></testsuites>"
         code = f"import sys; open(sys.argv[1], 'w').write({suite!r})"
@@ -132,7 +134,7 @@ def test_a_part_whose_tests_were_all_skipped_has_not_passed(log: Path) -> None:
         assert (found.state, found.passed, found.skipped) == (state, tests - 3, 3)
 
 
-def test_writes_what_it_found_after_every_part(
+def test_the_report_is_written_after_every_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -151,7 +153,7 @@ def test_writes_what_it_found_after_every_part(
     report = json.loads(file.read_bytes())
     assert (report["gpu"], report["versions"]["torch"]) == ("NVIDIA H200", version("torch"))
     assert [p["state"] for p in report["parts"]] == ["passed", "failed"]
-    assert report["parts"][1]["tail"] == "so far\n"  # its assertions held
+    assert report["parts"][1]["tail"] == "so far\n"  # the part's assertions held
     assert main([part("")]) == 0
     assert main([part("")], seconds=0) == 1
     assert json.loads(file.read_bytes())["parts"][0]["state"] == "not begun"
@@ -167,7 +169,7 @@ def as_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_a_part_may_take_what_those_before_it_left(
+def test_a_part_may_use_the_time_left_by_earlier_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now, limits = [0.0], list[float]()
@@ -181,14 +183,15 @@ def test_a_part_may_take_what_those_before_it_left(
     monkeypatch.setattr(gpu, "run", taken)
     parts = [part("", limit) for limit in (30, 50, 20)]
     main(parts, seconds=110)
-    assert limits == [35, 73, 20]  # the second hangs and is killed; the third still has its own
+    # the second hangs and is killed; the third still has its own limit
+    assert limits == [35, 73, 20]
     limits.clear()
     main(parts, seconds=40)
     assert limits == [30, 28]
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_a_part_that_needs_one_that_failed_is_skipped_and_says_so(
+def test_a_part_is_skipped_if_the_part_it_needs_failed(
     tmp_path: Path,
 ) -> None:
     first, then = replace(part(""), name="first"), replace(part(""), needs="first")
@@ -200,7 +203,7 @@ def test_a_part_that_needs_one_that_failed_is_skipped_and_says_so(
     assert all(p.needs in names[:at] for at, p in enumerate(gpu.PARTS) if p.needs)
 
 
-def test_an_overlay_sees_what_is_below_it_and_says_what_is_missing(
+def test_an_overlay_sees_installed_packages_and_names_missing_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     python = overlay.make(tmp_path / "over")
@@ -213,7 +216,7 @@ def test_an_overlay_sees_what_is_below_it_and_says_what_is_missing(
     assert "has no no-such-package" in capsys.readouterr().err
 
 
-def test_an_overlay_leaves_the_time_that_is_left_and_the_folder(
+def test_an_overlay_passes_on_the_time_left_and_the_copy_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(overlay, "BUILD", ())
@@ -224,26 +227,26 @@ def test_an_overlay_leaves_the_time_that_is_left_and_the_folder(
     monkeypatch.setattr(overlay, "BEGUN", 100.0)
     monkeypatch.setattr(
         overlay.time, "monotonic", lambda: 170.0
-    )  # torch was imported, and all built
-    became: list[list[str]] = []
-    monkeypatch.setattr(overlay.os, "execv", lambda _, words: became.append(words))
+    )  # importing torch and building took 70 s
+    executed: list[list[str]] = []
+    monkeypatch.setattr(overlay.os, "execv", lambda _, words: executed.append(words))
     assert overlay.main(["--copy", "kept"]) == 0
-    assert became[0][:5] == ["python", "-m", "bench.gpu", "--seconds", str(overlay.SECONDS - 70)]
-    assert became[0][5:] == ["--copy", "kept"]
+    assert executed[0][:5] == ["python", "-m", "bench.gpu", "--seconds", str(overlay.SECONDS - 70)]
+    assert executed[0][5:] == ["--copy", "kept"]
     overlay.main(["--no-gpu"])
-    assert len(became) == 1
+    assert len(executed) == 1
 
 
-def test_a_build_that_hangs_is_ended_with_all_it_started() -> None:
-    failed, said = overlay.limited(["sh", "-c", "sleep 600 & wait"], 1.0)
-    assert failed == 1  # here only once the child, too, has let go of the output
-    assert "took more than 1 s" in said
+def test_a_hanging_build_is_killed_with_its_children() -> None:
+    failed, output = overlay.limited(["sh", "-c", "sleep 600 & wait"], 1.0)
+    assert failed == 1  # returns only once the child, too, has closed its output
+    assert "took more than 1 s" in output
     assert overlay.limited(["sh", "-c", "echo 1; exit 3"], 60) == (3, "1\n")
     assert overlay.BUILD_SECONDS < overlay.SECONDS / 2
 
 
 class Steps:
-    """In place of the kernels over peer memory: every rank's buffer becomes the sum of all."""
+    """Stands in for the kernels over peer memory: every rank's buffer becomes the sum of all."""
 
     seconds = 0.5
 
@@ -252,7 +255,7 @@ class Steps:
             x.mul_(len(programs))
 
 
-def test_times_the_kernels_over_peer_memory(
+def test_kernels_over_peer_memory_are_timed_and_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu, "PEER_BYTES", (64,))
@@ -284,17 +287,17 @@ def test_times_the_kernels_over_peer_memory(
         assert {r["ranks"] for r in rows if r.get(bad)} == ({4} if bad == "error" else {2, 4, 8})
 
 
-def test_a_wait_in_the_tests_of_peer_memory_ends_before_the_test_is_ended() -> None:
-    """Else nothing says who waited for whom."""
+def test_peer_memory_tests_time_out_before_their_part_is_killed() -> None:
+    """Otherwise the error that says who waits for whom would never be printed."""
     (part,) = (p for p in gpu.PARTS if p.name.startswith("peer memory"))
-    assert test_peer.PATIENCE["cuda"] <= part.limit / 4
+    assert test_peer.TIMEOUT["cuda"] <= part.limit / 4
 
 
-def test_the_buffers_that_fill_a_gpu_are_worth_all_its_channels() -> None:
+def test_filling_buffers_use_all_channels_of_a_gpu() -> None:
     assert kernels.TOGETHER * 132 // 2 * virtual.WORTH <= test_peer.FILLING  # two ranks on an H200
 
 
-def test_the_gpu_waits_for_the_launch_that_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpu_sleeps_until_the_timed_launch_is_queued(monkeypatch: pytest.MonkeyPatch) -> None:
     stream: list[str] = []
 
     class Event:
@@ -314,22 +317,23 @@ def test_the_gpu_waits_for_the_launch_that_is_timed(monkeypatch: pytest.MonkeyPa
     assert stream == ["sleep", "|", "launch", "|"]
 
 
-def test_the_table_of_kernels_shows_what_was_measured(
+def test_the_table_of_kernels_shows_measured_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     assert tables.kernels().count("no GPU figure was measured") == len(CASES)
-    (tmp_path / "other.json").write_text("[]", encoding="utf-8")  # as train.json, a list
+    # a file without a GPU's rows, such as train.json
+    (tmp_path / "other.json").write_text("[]", encoding="utf-8")
     common = {"kernel": "flatten", "bytes": 0, "min_us": 1.0, "p50_us": 1.0, "gb_s": 1.0}
     common["roof"] = 1 << 30
     rows = [
         Row(way=way, size=size, percent_of_copy=percent, over_ours=over, **common)
         for way, size, percent, over in (
-            (OURS, 1 << 20, 10.0, None),  # small: not shown
-            (OURS, 64 << 20, 10.0, None),  # nor that, as much of it stays in a cache
+            (OURS, 1 << 20, 10.0, None),  # too small to be shown
+            (OURS, 64 << 20, 10.0, None),  # not shown either: part of it stays in a cache
             (OURS, 256 << 20, 95.4, None),
             ("cat", 256 << 20, 50.0, 1.5),
-            ("cat", 1 << 30, 50.0, None),  # ours failed
+            ("cat", 1 << 30, 50.0, None),  # ours failed at this size
             ("_foreach", 256 << 20, 60.0, 1.25),
         )
     ]

@@ -151,7 +151,7 @@ RUN = f"run {os.getpid()}"  # of no other process of this machine
 
 
 @pytest.fixture
-def apart(asking) -> Iterator[tuple[TCPStore, PrefixStore, subprocess.Popen[bytes]]]:
+def apart(store_client) -> Iterator[tuple[TCPStore, PrefixStore, subprocess.Popen[bytes]]]:
     """The job's store, a communicator's part of it, and a process with a rank's environment.
 
     Of two ranks that share no memory the first waits; both have had their last word.
@@ -162,7 +162,7 @@ def apart(asking) -> Iterator[tuple[TCPStore, PrefixStore, subprocess.Popen[byte
         job.set(f"communicators/{k}", line)
     job.add("communicators", 5)
     one = PrefixStore("1.1", job)
-    ranks = [StatusBoard(asking(one), rank, 2) for rank in range(2)]
+    ranks = [StatusBoard(store_client(one), rank, 2) for rank in range(2)]
     call = 0, fingerprint("all_reduce", torch.float32, "sum", 0), 10, SITE
     ranks[0].calls[0], ranks[0].begun = (call, time.monotonic()), 1
     ranks[0].waits(1, 1)

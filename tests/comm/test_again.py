@@ -22,12 +22,12 @@ from ringdp.transport.base import FailureKind
 from ringdp.transport.records import CLOSED, SITE_BYTES, RankRecord
 from ringdp.transport.store.processes import process_state
 from tests.comm.failing import hear
-from tests.forks import LIFETIME, PATIENCE, Forks, Say, store
+from tests.forks import CALL_TIMEOUT, LIFETIME, Forks, Report, store
 
 pytestmark = pytest.mark.process
 
 
-def aborts(comm: Communicator, say: Say) -> None:
+def aborts(comm: Communicator, report: Report) -> None:
     with comm.duplicate() as other:
         other.barrier()
         if comm.rank == 1:
@@ -35,15 +35,15 @@ def aborts(comm: Communicator, say: Say) -> None:
             comm.abort()
             with pytest.raises(ringdp.CommunicationError, match="closed"):
                 other.barrier()  # duplicates are given up too
-            say(None)
+            report(None)
         else:
-            say([hear(comm, comm.barrier), hear(other, other.barrier)])
+            report([hear(comm, comm.barrier), hear(other, other.barrier)])
             comm.abort()
     for _ in range(2):  # again, and again without an abort
-        comm = ringdp.init(timeout=PATIENCE)
+        comm = ringdp.init(timeout=CALL_TIMEOUT)
         x = torch.tensor([comm.rank + 1])
         comm.all_reduce(x)
-        say(x.item())
+        report(x.item())
 
 
 def test_abort_is_heard_at_once_and_all_come_again(forks: Forks):
@@ -63,17 +63,17 @@ comm.all_reduce(torch.tensor([1000]))
 """
 
 
-def survivors_go_on(comm: Communicator, say: Say) -> None:
+def survivors_go_on(comm: Communicator, report: Report) -> None:
     comm.barrier()
     if comm.rank == 1:
         subprocess.Popen([sys.executable, "-c", SUCCESSOR])
         os.kill(os.getpid(), signal.SIGKILL)
-    say(hear(comm, comm.barrier).error)
+    report(hear(comm, comm.barrier).error)
     comm.abort()
     again = ringdp.init(timeout=LIFETIME)  # an interpreter starts, and imports torch
     x = torch.tensor([again.rank + 1])
     again.all_reduce(x)
-    say(x.item())
+    report(x.item())
 
 
 def test_a_new_process_takes_the_place_of_a_dead_one(forks: Forks):
@@ -96,7 +96,7 @@ OCCASIONS: dict[str, Callable[[Communicator], None]] = {
 }
 
 
-def ends_unheard(comm: Communicator, say: Say, occasion: str) -> None:
+def ends_unheard(comm: Communicator, report: Report, occasion: str) -> None:
     """A broadcast that has ended at its root, while a rank that it was for is no more."""
     comm.barrier()
     if comm.rank == 1:
@@ -105,7 +105,7 @@ def ends_unheard(comm: Communicator, say: Say, occasion: str) -> None:
     while "ended" not in process_state(comm._transport.record(1).pid):
         time.sleep(0.001)
     work.wait()  # it has ended here: that is no occasion
-    say(hear(comm, lambda: OCCASIONS[occasion](comm)))
+    report(hear(comm, lambda: OCCASIONS[occasion](comm)))
 
 
 @pytest.mark.parametrize("occasion", OCCASIONS)
@@ -153,18 +153,18 @@ UNWAITED: dict[str, Callable[[Communicator], object]] = {
 }
 
 
-def hears_from_a_third(comm: Communicator, say: Say, call: str) -> None:
+def hears_from_a_third(comm: Communicator, report: Report, call: str) -> None:
     """Rank 2 dies, rank 1 waits for it and so finds it out, and rank 0 waits for nobody."""
     UNWAITED["repeated"](comm)
     comm.barrier()
     if comm.rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     if comm.rank == 1:
-        say(hear(comm, comm.barrier))
+        report(hear(comm, comm.barrier))
         store().set("told", "")
     else:
         store().wait(["told"])
-        say(hear(comm, lambda: UNWAITED[call](comm)))
+        report(hear(comm, lambda: UNWAITED[call](comm)))
 
 
 @pytest.mark.parametrize("call", UNWAITED)
@@ -178,7 +178,7 @@ def test_what_another_rank_has_found_is_told_by_any_call(forks: Forks, call: str
 
 def trains(path: str) -> tuple[int, list[float]]:
     """The step that it went on from, and the weights."""
-    comm = ringdp.init(timeout=PATIENCE)
+    comm = ringdp.init(timeout=CALL_TIMEOUT)
     weights, first = torch.zeros(4), 0
     if os.path.exists(path):
         saved = torch.load(path)

@@ -23,7 +23,7 @@ from ringdp.transport.shm.files import SEALS, Address
 from ringdp.transport.shm.watch import Watched, segments
 from tests.comm.failing import hear, joined
 from tests.comm.test_late import TIMEOUT
-from tests.forks import PATIENCE, Forks, Say, store
+from tests.forks import CALL_TIMEOUT, Forks, Report, store
 
 pytestmark = pytest.mark.process
 
@@ -101,10 +101,10 @@ JOINED = {
 }
 
 
-def two_ranks(comm: Communicator, say: Say) -> None:
+def two_ranks(comm: Communicator, report: Report) -> None:
     if comm.rank == 0:
         (path,) = segments([os.getpid()])
-        say(path.read_bytes())
+        report(path.read_bytes())
     comm.barrier()
 
 
@@ -153,7 +153,7 @@ def test_a_failure_in_the_store_that_makes_no_sense_is_no_ranks_fault():
     assert error.type is CommunicationError
 
 
-def damaged_under_way(comm: Communicator, say: Say, what: str, seed: int) -> None:
+def damaged_under_way(comm: Communicator, report: Report, what: str, seed: int) -> None:
     talk = store()
     comm.barrier()
     if comm.rank == 0:
@@ -170,9 +170,9 @@ def damaged_under_way(comm: Communicator, say: Say, what: str, seed: int) -> Non
             view[records:] = noise(len(view) - records)
         talk.set("damaged", "")
     talk.wait(["damaged"])
-    say(table(comm._transport))
+    report(table(comm._transport))
     ring = partial(comm.all_reduce, torch.ones(9), algorithm="ring", async_op=True)
-    say(hear(comm, lambda: ring().wait(TIMEOUT)))
+    report(hear(comm, lambda: ring().wait(TIMEOUT)))
 
 
 def test_a_failure_of_no_known_kind_is_damage(forks: Forks):
@@ -182,12 +182,12 @@ def test_a_failure_of_no_known_kind_is_damage(forks: Forks):
         assert "; what the ranks tell one another is damaged\n" in heard.text
 
 
-def damaged_store(comm: Communicator, say: Say) -> None:
-    comm = ringdp.init(transport="c10d", timeout=PATIENCE)
+def damaged_store(comm: Communicator, report: Report) -> None:
+    comm = ringdp.init(transport="c10d", timeout=CALL_TIMEOUT)
     comm.barrier()
     if comm.rank == 0:
         comm._transport._store.ask(lambda own: own.set("failed", "77 0 1"))
-    say(hear(comm, lambda: comm.recv(torch.ones(1), 1 - comm.rank)))
+    report(hear(comm, lambda: comm.recv(torch.ones(1), 1 - comm.rank)))
 
 
 def test_a_failure_of_no_known_kind_is_damage_over_gloo_too(forks: Forks):

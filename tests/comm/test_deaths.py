@@ -18,12 +18,12 @@ import torch
 
 from ringdp import Communicator, Work
 from tests.comm.failing import Form, forms, hear, matrix, names_its_line, row_of
-from tests.forks import PATIENCE, Forks, Say
+from tests.forks import CALL_TIMEOUT, Forks, Report
 
 pytestmark = pytest.mark.process
 
 SMALL, LARGE = 1000, 50_000  # elements; a large one takes milliseconds
-ALLOWED = PATIENCE / 3  # s: it is no timeout. Takes 0.01 s, unless a busy machine stands still
+ALLOWED = CALL_TIMEOUT / 3  # s: it is no timeout. Takes 0.01 s, unless a busy machine stands still
 
 
 def killed() -> None:
@@ -52,7 +52,7 @@ ENDS = {
 
 
 def victim_ends(
-    comm: Communicator, say: Say, how: str, when: str, victim: int, turn: int | None
+    comm: Communicator, report: Report, how: str, when: str, victim: int, turn: int | None
 ) -> None:
     cases = [(form, comm.duplicate()) for form in forms(turn)]
     for _, c in cases:
@@ -69,11 +69,11 @@ def victim_ends(
             begin(form, c)
         for work in works.values() if when == "after" else ():
             work.wait()
-        say(time.monotonic())
+        report(time.monotonic())
         ENDS[how][0]()
     early = {form: hear(c, partial(begin, form, c)) for form, c in cases}
     for form, c in cases:
-        say((form, early[form] or hear(c, works[form].wait, c.barrier)))
+        report((form, early[form] or hear(c, works[form].wait, c.barrier)))
 
 
 @pytest.mark.parametrize(("how", "when", "n", "victim", "turn"), matrix(ENDS))

@@ -15,13 +15,13 @@ import torch
 import ringdp
 from ringdp import Communicator
 from ringdp.cli.loopback import environment, loopback_store
-from tests.forks import Forks, Say, store
+from tests.forks import Forks, Report, store
 from tests.limits import no_descriptor
 
 pytestmark = pytest.mark.process
 
 
-def right_after_a_large_one(comm: Communicator, say: Say) -> None:
+def right_after_a_large_one(comm: Communicator, report: Report) -> None:
     """Its result may still be read by the others."""
     x = torch.ones(2_000_000)
     for _ in range(3):
@@ -29,31 +29,31 @@ def right_after_a_large_one(comm: Communicator, say: Say) -> None:
     sys.exit()
 
 
-def with_a_collective_pending(comm: Communicator, say: Say) -> None:
+def with_a_collective_pending(comm: Communicator, report: Report) -> None:
     if comm.rank == 0:
         comm.all_reduce(torch.ones(9), async_op=True)
         time.sleep(0.1)
     sys.exit()
 
 
-def with_communicators_in_a_cycle(comm: Communicator, say: Say) -> None:
+def with_communicators_in_a_cycle(comm: Communicator, report: Report) -> None:
     cycle: list[object] = []
     cycle.append((cycle, comm.duplicate(), comm.duplicate()))
     comm.barrier()
     sys.exit()
 
 
-def with_a_code(comm: Communicator, say: Say) -> None:
+def with_a_code(comm: Communicator, report: Report) -> None:
     comm.barrier()
     sys.exit(3)
 
 
-def killed_at_once(comm: Communicator, say: Say) -> None:
+def killed_at_once(comm: Communicator, report: Report) -> None:
     comm.barrier()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def after_an_error(comm: Communicator, say: Say) -> None:
+def after_an_error(comm: Communicator, report: Report) -> None:
     comm.barrier()
     if comm.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -63,7 +63,7 @@ def after_an_error(comm: Communicator, say: Say) -> None:
         sys.exit(4)
 
 
-ENDS: dict[Callable[[Communicator, Say], None], list[int]] = {
+ENDS: dict[Callable[[Communicator, Report], None], list[int]] = {
     right_after_a_large_one: [0, 0, 0],
     with_a_collective_pending: [0, 0, 0],
     with_communicators_in_a_cycle: [0, 0, 0],
@@ -80,7 +80,7 @@ def test_they_end_and_nothing_stays(forks: Forks, end):
     assert not {f for f in set(os.listdir("/dev/shm")) - before if "ringdp" in f}
 
 
-def closes_without_a_descriptor(comm: Communicator, say: Say) -> None:
+def closes_without_a_descriptor(comm: Communicator, report: Report) -> None:
     """Before the other rank has what it is sent."""
     x = torch.ones(9)
     if comm.rank == 0:

@@ -27,7 +27,7 @@ from ringdp.transport.store import handshake
 from tests import limits
 from tests.comm.failing import hear, joined
 from tests.comm.test_deaths import ALLOWED, ENDS
-from tests.forks import PATIENCE, Forks, Say, store
+from tests.forks import CALL_TIMEOUT, Forks, Report, store
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
@@ -45,14 +45,14 @@ def total(comm: Communicator | None) -> float:
     return x[0].item()
 
 
-def without_one(comm: Communicator, say: Say, how: str, transport: str, make: str) -> None:
+def without_one(comm: Communicator, report: Report, how: str, transport: str, make: str) -> None:
     with ringdp.init(transport=transport, timeout=comm.timeout) as whole:
         whole.barrier()
         comm.barrier()  # who were still in that one would hear of the death there
         if comm.rank == 0:
-            say(time.monotonic())
+            report(time.monotonic())
             ENDS[how][0]()
-        say(hear(whole, lambda: MAKE[make](whole)))
+        report(hear(whole, lambda: MAKE[make](whole)))
 
 
 @pytest.mark.parametrize("make", MAKE)
@@ -76,7 +76,9 @@ def refused(*_: object, **__: object) -> None:
     raise CommunicationError("no shared memory here")
 
 
-def in_the_middle(comm: Communicator, say: Say, transport: str, victim: int, dies: bool) -> None:
+def in_the_middle(
+    comm: Communicator, report: Report, transport: str, victim: int, dies: bool
+) -> None:
     """The others wait for what it would have said, or for its coming."""
     whole = ringdp.init(transport=transport, timeout=comm.timeout)
     comm.barrier()
@@ -89,7 +91,7 @@ def in_the_middle(comm: Communicator, say: Say, transport: str, victim: int, die
     try:
         whole.duplicate()
     except CommunicationError as e:
-        say((type(e).__name__, str(e)))
+        report((type(e).__name__, str(e)))
     comm.barrier() if not dies else None  # nobody leaves earlier, which would be a loss too
 
 
@@ -107,13 +109,13 @@ def test_a_rank_that_ends_or_gives_up_in_the_middle_is_named(
         assert re.search(f"rank {victim} {why}", text), text
 
 
-def before_it_comes(comm: Communicator, say: Say, transport: str, make: str) -> None:
+def before_it_comes(comm: Communicator, report: Report, transport: str, make: str) -> None:
     """The ranks have met in the first communicator."""
     whole = ringdp.init(transport=transport, timeout=comm.timeout)
     comm.barrier()
     if comm.rank == 0:
         handshake.introduce = killed
-    say(hear(whole, lambda: MAKE[make](whole)))
+    report(hear(whole, lambda: MAKE[make](whole)))
 
 
 @pytest.mark.parametrize("make", MAKE)
@@ -136,7 +138,7 @@ def test_a_rank_that_is_late_is_waited_for(comm: Communicator) -> None:
         made.close()
 
 
-def too_late(comm: Communicator, say: Say) -> None:
+def too_late(comm: Communicator, report: Report) -> None:
     others, talk = (0, 2), store()
     if comm.rank == 1:
         talk.wait([f"heard/{r}" for r in others])
@@ -144,7 +146,7 @@ def too_late(comm: Communicator, say: Say) -> None:
     comm.set_timeout(1.0)
     talk.set(f"here/{comm.rank}", "")
     talk.wait([f"here/{r}" for r in others])  # so neither is late for the other
-    say(hear(comm, comm.duplicate))
+    report(hear(comm, comm.duplicate))
     talk.set(f"heard/{comm.rank}", "")
 
 
@@ -170,8 +172,8 @@ def test_who_comes_too_late_hears_that_others_gave_up(comm: Communicator) -> Non
     comm.barrier()
 
 
-def over_without_one(comm: Communicator, say: Say, ends: bool) -> None:
-    talk, patience = store(), timedelta(seconds=PATIENCE)
+def over_without_one(comm: Communicator, report: Report, ends: bool) -> None:
+    talk, patience = store(), timedelta(seconds=CALL_TIMEOUT)
     dist.init_process_group("gloo", store=talk, rank=comm.rank, world_size=2, timeout=patience)
     if not ends:  # now that both have come
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5))
@@ -180,7 +182,7 @@ def over_without_one(comm: Communicator, say: Say, ends: bool) -> None:
         return
     with pytest.raises(CommunicationError) as e:
         over(dist.group.WORLD)
-    say((type(e.value).__name__, str(e.value)))
+    report((type(e.value).__name__, str(e.value)))
     talk.set("heard", "")
 
 
@@ -211,14 +213,14 @@ def no_descriptor(*_: object) -> int:
     raise OSError(errno.EMFILE, "Too many open files")
 
 
-def gives_up_at_the_end(comm: Communicator, say: Say) -> None:
+def gives_up_at_the_end(comm: Communicator, report: Report) -> None:
     """The last that a rank does, when the others have gone on, fails on rank 1."""
     if comm.rank == 1:
         with patch.object(shm, "dup", no_descriptor):
-            say(hear(comm, comm.duplicate))
+            report(hear(comm, comm.duplicate))
     else:
         other = comm.duplicate()
-        say(hear(other, other.barrier))
+        report(hear(other, other.barrier))
 
 
 def test_a_rank_that_gives_up_at_the_end_is_named(forks: Forks):
@@ -228,13 +230,13 @@ def test_a_rank_that_gives_up_at_the_end_is_named(forks: Forks):
     assert there.seconds < ALLOWED
 
 
-def comes_without_a_descriptor(comm: Communicator, say: Say) -> None:
+def comes_without_a_descriptor(comm: Communicator, report: Report) -> None:
     start = time.monotonic()
     try:
         with limits.no_descriptor() if comm.rank == 1 else nullcontext():
             comm.duplicate()
     except CommunicationError as e:
-        say((type(e).__name__, str(e), time.monotonic() - start))
+        report((type(e).__name__, str(e), time.monotonic() - start))
     comm.barrier()
 
 
@@ -246,9 +248,9 @@ def test_a_rank_that_cannot_look_for_others_tells_them(forks: Forks):
     assert seconds < ALLOWED
 
 
-def fails_over_gloo(comm: Communicator, say: Say) -> None:
+def fails_over_gloo(comm: Communicator, report: Report) -> None:
     """What rank 1 makes once it has met the others does not get what it needs."""
-    whole = ringdp.init(transport="c10d", timeout=PATIENCE)
+    whole = ringdp.init(transport="c10d", timeout=CALL_TIMEOUT)
     comm.barrier()
     start = time.monotonic()
     try:
@@ -256,7 +258,7 @@ def fails_over_gloo(comm: Communicator, say: Say) -> None:
         with missing if comm.rank == 1 else nullcontext():
             whole.duplicate().barrier()
     except CommunicationError as e:
-        say((type(e).__name__, str(e).splitlines()[0], time.monotonic() - start))
+        report((type(e).__name__, str(e).splitlines()[0], time.monotonic() - start))
     comm.barrier()
 
 

@@ -22,7 +22,7 @@ from ringdp import Communicator, Work
 from ringdp.comm.table import table
 from ringdp.transport.store.processes import process_state
 from tests.comm.failing import Form, Heard, forms, hear, matrix, names_its_line, row_of
-from tests.forks import PATIENCE, Forks, Say, store
+from tests.forks import CALL_TIMEOUT, Forks, Report, store
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
@@ -43,7 +43,7 @@ STALLS = {"stopped": stopped, "sleeping": sleeping}
 
 
 def victim_stalls(
-    comm: Communicator, say: Say, how: str, when: str, victim: int, turn: int | None
+    comm: Communicator, report: Report, how: str, when: str, victim: int, turn: int | None
 ) -> None:
     talk = store()
     comms = {form: comm.duplicate() for form in forms(turn)}
@@ -65,7 +65,7 @@ def victim_stalls(
         talk.set(f"came/{victim}", "")
         STALLS[how](continued)
         for form, c in comms.items():
-            say((form, hear(c, c.barrier)))
+            report((form, hear(c, c.barrier)))
         comm.barrier()
         return
 
@@ -81,7 +81,7 @@ def victim_stalls(
         # stopped may have done its part. Then all ends, however slow the others are.
         done = comms[form]._transport.record(victim).finished > 1
         ends = done or (how, when) == ("sleeping", "within")
-        return hear(comms[form], lambda: works[form].wait(PATIENCE if ends else TIMEOUT))
+        return hear(comms[form], lambda: works[form].wait(CALL_TIMEOUT if ends else TIMEOUT))
 
     def second(form: Form) -> Heard | None:
         return hear(comms[form], lambda: try_barrier(form))
@@ -94,7 +94,7 @@ def victim_stalls(
         late = [form for form in comms if early[form] is None]
         heard = early | dict(zip(late, pool.map(second, late), strict=True))
     for form in comms:
-        say((form, heard[form]))
+        report((form, heard[form]))
     talk.set(f"done/{comm.rank}", "")
     if comm.rank == (victim + 1) % comm.size:
         talk.wait([f"done/{r}" for r in range(comm.size) if r != victim])
@@ -123,7 +123,7 @@ def test_a_rank_that_stalls_is_named_by_every_other(forks: Forks, how, when, n, 
                 assert re.search(r"barrier #0 at .*/test_late.py:", row), where
 
 
-def receives(comm: Communicator, say: Say) -> None:
+def receives(comm: Communicator, report: Report) -> None:
     x, talk = torch.ones(10), store()
     if comm.rank == 0:
         comm.recv(x, 1, tag=7)
@@ -133,10 +133,10 @@ def receives(comm: Communicator, say: Say) -> None:
     else:
         while comm._transport.message(0) is None:
             time.sleep(0.01)
-        say(table(comm._transport))
+        report(table(comm._transport))
         talk.set("told", "")
     comm.barrier()
-    say(table(comm._transport))
+    report(table(comm._transport))
 
 
 def test_a_rank_that_waits_for_a_message_is_seen_by_all(forks: Forks):
@@ -148,7 +148,7 @@ def test_a_rank_that_waits_for_a_message_is_seen_by_all(forks: Forks):
     assert "recv" not in after
 
 
-def stall(comm: Communicator, say: Say) -> None:
+def stall(comm: Communicator, report: Report) -> None:
     told: list[str] = []
     talk = store()
 
@@ -159,7 +159,7 @@ def stall(comm: Communicator, say: Say) -> None:
 
     handler = logging.Handler()
     handler.emit = lambda record: tell(record.getMessage())  # type: ignore[method-assign]
-    with ringdp.init(timeout=PATIENCE, warn_after=0.1) as other:
+    with ringdp.init(timeout=CALL_TIMEOUT, warn_after=0.1) as other:
         other.barrier()  # collective 0
         logging.getLogger("ringdp").addHandler(handler)
         if comm.rank == 1:
@@ -169,7 +169,7 @@ def stall(comm: Communicator, say: Say) -> None:
             time.sleep(0.001)
         work.wait()
         comm.barrier()
-    say(told)
+    report(told)
 
 
 def test_a_stall_is_told_once_and_names_who_is_missing(forks: Forks):
@@ -194,13 +194,13 @@ def test_who_waits_takes_uneven_parts_for_no_mistake(comm: Communicator) -> None
     assert torch.equal(out, torch.cat([torch.full((k,), float(r)) for r, k in enumerate(sent)]))
 
 
-def done_while_stopped(comm: Communicator, say: Say) -> None:
+def done_while_stopped(comm: Communicator, report: Report) -> None:
     """Rank 0 is stopped while it waits for rank 1, which does its part and gives up another."""
     x = torch.full((4,), float(comm.rank))
     comm.barrier()
     if comm.rank == 0:
         comm.broadcast(x, root=1)
-        say(x.tolist())
+        report(x.tolist())
         return
     first, late = comm._transport, torch.ones(1)
     while first.record(0).begun == first.record(1).begun or first.record(0).waits_for != 1:
@@ -213,17 +213,17 @@ def done_while_stopped(comm: Communicator, say: Say) -> None:
     try:
         comm.all_reduce(late, async_op=True).wait(TIMEOUT)
     except ringdp.CollectiveTimeout as error:
-        say(str(error))
+        report(str(error))
     os.kill(pid, signal.SIGCONT)
 
 
 def test_a_call_that_is_done_does_not_hear_of_a_later_one(forks: Forks):
     zero, one = forks(2, done_while_stopped)
-    assert zero.said == [[1.0] * 4]
-    assert len(one.said) == 1
+    assert zero.reported == [[1.0] * 4]
+    assert len(one.reported) == 1
 
 
-def crossed(comm: Communicator, say: Say) -> None:
+def crossed(comm: Communicator, report: Report) -> None:
     """Each waits for the other, in another communicator of theirs, and gives up in its turn."""
     for turn in range(2):
         talk, both = store(), [comm.duplicate() for _ in range(2)]
@@ -234,7 +234,7 @@ def crossed(comm: Communicator, say: Say) -> None:
         talk.set(f"came/{turn}/{comm.rank}", "")
         talk.wait([f"came/{turn}/{rank}" for rank in range(2)])
         if comm.rank == turn:
-            say(hear(mine, lambda work=work: work.wait(TIMEOUT)))
+            report(hear(mine, lambda work=work: work.wait(TIMEOUT)))
             others.all_reduce(torch.ones(5), tag=1 - comm.rank)
         else:
             work.wait()

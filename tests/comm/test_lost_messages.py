@@ -19,8 +19,8 @@ from ringdp import Communicator
 from tests.comm.failing import Heard, fallible, hear, until_failed
 from tests.comm.test_failures import ALLOWED
 from tests.comm.test_messages import LARGE
-from tests.forks import Forks, Say, store
-from tests.limits import room
+from tests.forks import Forks, Report, store
+from tests.limits import address_space_limit
 
 pytestmark = pytest.mark.process
 
@@ -142,7 +142,7 @@ def test_a_partner_that_closed_is_lost_to_who_waits_for_it(ranks):
 
 def short_of_memory(comm: Communicator) -> list[str]:
     x, peer, texts = torch.zeros(10), 1 - comm.rank, []
-    with comm.duplicate() as other, room(1 << 20):
+    with comm.duplicate() as other, address_space_limit(1 << 20):
         calls: list[Callable[[], object]] = [
             lambda: other.send(x, peer),
             lambda: other.irecv(x, peer),
@@ -162,20 +162,20 @@ def test_a_lack_of_memory_is_an_error_of_ours(fresh_ranks):
         assert re.search("Cannot allocate memory|can't start new thread", init), init
 
 
-def unasked(comm: Communicator, say: Say) -> None:
+def unasked(comm: Communicator, report: Report) -> None:
     """What nobody asks for waits in rank 1's memory, until there is none."""
     talk = store()
     with comm.duplicate() as other:
         if comm.rank == 1:
             work = other.irecv(torch.zeros(1), 0, tag=1)  # from now on a thread takes what comes
-            with room(8 << 20):
+            with address_space_limit(8 << 20):
                 talk.set("short", "")
                 until_failed(other)
-            say(hear(other, work.wait))
+            report(hear(other, work.wait))
         else:
             talk.wait(["short"])
             x = torch.zeros(SLAB)
-            say(hear(other, *[lambda: other.isend(x, 1)] * MANY, other.barrier))
+            report(hear(other, *[lambda: other.isend(x, 1)] * MANY, other.barrier))
 
 
 def test_a_rank_without_memory_for_messages_says_so(forks: Forks):

@@ -12,7 +12,7 @@ from ringdp import Communicator, Work
 from ringdp.comm.call import fingerprint, named
 from ringdp.schedule import Builder
 from tests.comm.failing import RANKS, Form, Heard, forms, hear, held, line_of
-from tests.forks import Forks, Say
+from tests.forks import Forks, Report
 from tests.transport.test_conformance import star
 
 pytestmark = pytest.mark.process
@@ -50,11 +50,11 @@ def cases(turn: int | None) -> list[tuple[str, Form]]:
     ]
 
 
-def mistaken(comm: Communicator, say: Say, turn: int | None) -> None:
+def mistaken(comm: Communicator, report: Report, turn: int | None) -> None:
     """Case by case, where the middle rank makes the mistake."""
     before = held()
     for case in cases(turn):
-        say(mistaken_once(comm, *case))
+        report(mistaken_once(comm, *case))
     assert not held() - before
 
 
@@ -92,12 +92,12 @@ def test_a_mistake_is_shown_to_all_with_both_lines(forks: Forks, n, turn):
                 assert f".{name}" in line_of(file, line), where
 
 
-def other_algorithms(comm: Communicator, say: Say) -> None:
+def other_algorithms(comm: Communicator, report: Report) -> None:
     """An exchange and two programs: some of the ranks get no message of another's."""
     x, ways = torch.ones(100), ("direct", "ring", star)
     for way in ways:
         comm.all_reduce(x, algorithm=way)
-    say(hear(comm, lambda: comm.all_reduce(x, algorithm=ways[comm.rank % 3])))
+    report(hear(comm, lambda: comm.all_reduce(x, algorithm=ways[comm.rank % 3])))
 
 
 @pytest.mark.parametrize("n", [2, 4])
@@ -111,7 +111,7 @@ def test_different_algorithms_are_a_mismatch_and_not_a_timeout(forks: Forks, n):
         assert all(way == by[int(rank) % 3] for rank, way in told), h
 
 
-def other_sizes(comm: Communicator, say: Say, ranks: list[list[int]]) -> None:
+def other_sizes(comm: Communicator, report: Report, ranks: list[list[int]]) -> None:
     sizes = ranks[comm.rank]
     own, all_ = torch.ones(sizes[comm.rank]), torch.ones(sum(sizes))
     for call in (
@@ -121,7 +121,7 @@ def other_sizes(comm: Communicator, say: Say, ranks: list[list[int]]) -> None:
     ):
         with comm.duplicate() as c:
             c.barrier()
-            say(hear(c, lambda c=c, call=call: call(c), c.barrier))
+            report(hear(c, lambda c=c, call=call: call(c), c.barrier))
             comm.barrier()
 
 
@@ -148,10 +148,10 @@ def test_an_algorithm_is_called_by_its_name(algorithm: str | Builder, by: str):
     assert named(3, kind) == f"all_reduce #3 (float32, sum{by})"
 
 
-def other_roots(comm: Communicator, say: Say) -> None:
+def other_roots(comm: Communicator, report: Report) -> None:
     """Every rank waits for another one: no message tells them that they disagree."""
     root = (comm.rank + 1) % comm.size
-    say(hear(comm, lambda: comm.broadcast(torch.ones(100), root)))
+    report(hear(comm, lambda: comm.broadcast(torch.ones(100), root)))
 
 
 @pytest.mark.parametrize("n", [2, 4, 8])

@@ -17,8 +17,8 @@ from ringdp.cli.loopback import loopback_store
 from ringdp.comm import store
 from ringdp.comm.rendezvous import over
 from tests.comm.test_groups import total
-from tests.forks import PATIENCE, Forks, Say
-from tests.ports import LISTENS, sockets, unused_port
+from tests.forks import CALL_TIMEOUT, Forks, Report
+from tests.ports import LISTENING, sockets, unused_port
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
@@ -43,10 +43,10 @@ def test_groups_of_one_name_need_not_be_of_the_same_ranks(comm: Communicator) ->
         comm.barrier()
 
 
-def another_store(comm: Communicator, say: Say, port: int) -> None:
+def another_store(comm: Communicator, report: Report, port: int) -> None:
     for _ in range(2):
         with ringdp.init(timeout=comm.timeout) as again:
-            say(total(again, 1))
+            report(total(again, 1))
             comm.barrier()
         os.environ["MASTER_PORT"] = str(port)
 
@@ -59,15 +59,15 @@ def test_ranks_count_in_every_store_anew(forks: Forks):
 
 @pytest.mark.parametrize("serve", ["init", "launcher"])
 def test_our_stores_listen_on_the_loopback_alone(serve):
-    before = sockets(LISTENS)
+    before = sockets(LISTENING)
     if serve == "init":
         here = store._Place(0, 1, "127.0.0.1", unused_port())
-        serving, again = (store._serve(here, timedelta(seconds=PATIENCE)) for _ in range(2))
+        serving, again = (store._serve(here, timedelta(seconds=CALL_TIMEOUT)) for _ in range(2))
         again.set("one server", "for both")
         assert serving.get("one server") == b"for both"
     else:
         serving = loopback_store()
-    ((address, _),) = set(sockets(LISTENS)) - set(before)
+    ((address, _),) = set(sockets(LISTENING)) - set(before)
     assert address == f"0100007F:{serving.port:04X}"
 
 

@@ -16,14 +16,14 @@ import torch
 import ringdp
 from ringdp.comm import tracing
 from ringdp.tape.meeting import Meeting
-from tests.forks import PATIENCE, store
+from tests.forks import CALL_TIMEOUT, store
 from tests.tape.traces import Read
 
 pytestmark = pytest.mark.process
 
 
-def dies(comm: ringdp.Communicator, say, path: Path, transport: str) -> None:
-    tracing.HASTE = PATIENCE  # a busy machine is slow
+def dies(comm: ringdp.Communicator, report, path: Path, transport: str) -> None:
+    tracing.HASTE = CALL_TIMEOUT  # a busy machine is slow
     if transport != "shm":
         comm = ringdp.init(transport=transport)
     talk = store()
@@ -36,7 +36,7 @@ def dies(comm: ringdp.Communicator, say, path: Path, transport: str) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             comm.all_reduce(torch.ones(10))
     except ringdp.PeerLost as e:
-        say(str(e).splitlines()[0])
+        report(str(e).splitlines()[0])
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
@@ -44,7 +44,7 @@ def test_a_rank_that_dies_leaves_the_others_parts_and_its_name(forks, tmp_path, 
     path = tmp_path / "run.json"
     ended = forks(3, dies, path, transport)
     assert [e.code for e in ended] == [0, -signal.SIGKILL, 0]
-    assert "rank 1" in ended[0].said[0]
+    assert "rank 1" in ended[0].reported[0]
     read = Read(path)
     assert sorted(read.about["parts"]) == ["0", "2"]
     assert set(read.about["missing"]) == {"1"}
@@ -53,15 +53,15 @@ def test_a_rank_that_dies_leaves_the_others_parts_and_its_name(forks, tmp_path, 
     assert [p.name for p in tmp_path.iterdir()] == ["run.json"]
 
 
-def dies_before(comm: ringdp.Communicator, say, path: Path, who: int) -> None:
+def dies_before(comm: ringdp.Communicator, report, path: Path, who: int) -> None:
     comm.barrier()
     if comm.rank == who:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
         with ringdp.trace(path):
-            say("it has started")
+            report("it has started")
     except ringdp.PeerLost as e:
-        say(str(e))
+        report(str(e))
 
 
 @pytest.mark.parametrize("who", [0, 1])
@@ -69,7 +69,7 @@ def test_a_rank_that_has_died_is_not_waited_for_to_start(forks, tmp_path, who):
     ended = forks(3, dies_before, tmp_path / "run.json", who)
     said = [[f"rank {rank} of 3 waited to trace; rank {who} has ended"] for rank in range(3)]
     said[who] = []
-    assert [e.said for e in ended] == said
+    assert [e.reported for e in ended] == said
 
 
 def calls_by_turns(comm: ringdp.Communicator, at: Path) -> None:

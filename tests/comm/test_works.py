@@ -16,7 +16,7 @@ from ringdp import CommunicationError, Communicator, PeerLost, Work
 from ringdp.comm.call import fingerprint
 from ringdp.comm.job import Job
 from tests.comm.test_collectives import everyone, values
-from tests.limits import room
+from tests.limits import address_space_limit
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
@@ -113,7 +113,7 @@ def no_more_threads() -> Iterator[None]:
     """There is no room for the stack of another one."""
     over, threads = threading.Event(), []
     try:
-        with room(4 << 20):
+        with address_space_limit(4 << 20):
             with suppress(
                 RuntimeError
             ):  # until the stacks of threads that have ended are used again

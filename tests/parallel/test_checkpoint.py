@@ -196,7 +196,7 @@ def test_torchs_distributed_checkpoint_reads_the_shards(ranks, tmp_path):
         assert state[f"optimizer/exp_avg/{name}"].tolist() == held[name + "exp_avg"]
 
 
-def dies(comm: Communicator, say: Any, path: str, rank: int, at: int) -> None:
+def dies(comm: Communicator, report: Any, path: str, rank: int, at: int) -> None:
     """Saves twice; in the second save `rank` is killed at its `at`-th chance."""
     model = net()
     engine = ringdp.shard(model, stage=3, comm=comm)
@@ -220,7 +220,7 @@ def dies(comm: Communicator, say: Any, path: str, rank: int, at: int) -> None:
     try:
         ringdp.save(path, engine, optimizer, extra={"save": 2})
     except ringdp.PeerLost:
-        say("lost")
+        report("lost")
 
 
 def extra_of(comm: Communicator, path: str) -> Any:
@@ -241,7 +241,7 @@ def test_a_kill_during_save_leaves_a_whole_checkpoint(ranks, forks, tmp_path, ra
     assert ranks(1)(extra_of, str(tmp_path)) == [{"save": left}]
 
 
-def dies_exporting(comm: Communicator, say: Any, path: str, dies: bool) -> None:
+def dies_exporting(comm: Communicator, report: Any, path: str, dies: bool) -> None:
     engine = ringdp.shard(net(), stage=3, comm=comm)
     if dies:
         os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)

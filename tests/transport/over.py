@@ -12,11 +12,11 @@ import ringdp
 from ringdp import Communicator
 from ringdp.cli.gpus import SOCKETS
 from ringdp.comm import rendezvous
-from tests.forks import PATIENCE
+from tests.forks import CALL_TIMEOUT
 
 
 def over(comm: Communicator, transport: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    other = ringdp.init(transport=transport, timeout=PATIENCE)
+    other = ringdp.init(transport=transport, timeout=CALL_TIMEOUT)
     rendezvous._world = comm  # which the tests after this one use
     result = function(other, *arguments)
     comm.barrier()  # else a rank that is done would be lost to one that is not

@@ -24,7 +24,7 @@ from ringdp.transport.store.processes import process_state
 from tests.comm import test_messages
 from tests.comm.failing import Heard, hear, held
 from tests.comm.test_late import TIMEOUT
-from tests.forks import PATIENCE, Ended, Forks, Say, store
+from tests.forks import CALL_TIMEOUT, Ended, Forks, Report, store
 from tests.ports import CONNECTED, sockets, unused_port
 from tests.ranks import on_ranks
 from tests.transport.offered import offered
@@ -97,7 +97,7 @@ def test_a_message_of_another_length_is_a_mismatch_on_both(over_gloo):
 
 
 def killed(comm: Communicator) -> list[Heard | None]:
-    c = ringdp.init(transport="c10d", timeout=PATIENCE)
+    c = ringdp.init(transport="c10d", timeout=CALL_TIMEOUT)
     others = [c.duplicate() for _ in range(2)]
     c.barrier()
     comm.barrier()  # who were still in the other one might hear of the death there
@@ -118,16 +118,16 @@ def test_a_killed_rank_is_named_on_every_other(fresh_ranks):
             assert "rank 1 has ended" in heard.text
 
 
-def waits_for_another(comm: Communicator, say: Say) -> None:
+def waits_for_another(comm: Communicator, report: Report) -> None:
     """Rank 2 is killed, where rank 0 waits for rank 1, which is in the user's code."""
-    c, talk = ringdp.init(transport="c10d", timeout=PATIENCE), store()
+    c, talk = ringdp.init(transport="c10d", timeout=CALL_TIMEOUT), store()
     c.barrier()
     comm.barrier()
     if comm.rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     if comm.rank == 1:
         talk.wait(["heard"])
-    say(hear(c, lambda: c.broadcast(torch.ones(10), 1)))
+    report(hear(c, lambda: c.broadcast(torch.ones(10), 1)))
     talk.set("heard", "")
     talk.wait(["heard"])
 
@@ -143,7 +143,7 @@ def test_a_death_is_heard_by_who_waits_for_another_rank(forks: Forks):
 
 def leaves(comm: Communicator) -> Heard | None:
     """Rank 1 closes where the others still count on it."""
-    c = ringdp.init(transport="c10d", timeout=PATIENCE)
+    c = ringdp.init(transport="c10d", timeout=CALL_TIMEOUT)
     rendezvous._world = comm
     c.barrier()
     comm.barrier()
@@ -176,10 +176,10 @@ def rank_0_serves(comm: Communicator) -> Any:
     return talk
 
 
-def server_ends_first(comm: Communicator, say: Say) -> None:
+def server_ends_first(comm: Communicator, report: Report) -> None:
     """Without a launcher's store, which is one that rank 0 serves, as long as it lives."""
     talk = rank_0_serves(comm)
-    whole = ringdp.init(transport="c10d", timeout=PATIENCE)
+    whole = ringdp.init(transport="c10d", timeout=CALL_TIMEOUT)
     other = whole.duplicate()
     for c in (whole, other):
         c.barrier()
@@ -191,7 +191,7 @@ def server_ends_first(comm: Communicator, say: Say) -> None:
         time.sleep(2 * failures.LOOK)  # who listens looks
     whole.close()
     other.close()
-    say("closed")
+    report("closed")
 
 
 def test_a_rank_0_that_ends_first_with_its_store_is_no_loss(forks: Forks):
@@ -199,10 +199,10 @@ def test_a_rank_0_that_ends_first_with_its_store_is_no_loss(forks: Forks):
         assert (code, said) == (0, ["closed"])
 
 
-def server_stops(comm: Communicator, say: Say, transport: str) -> None:
+def server_stops(comm: Communicator, report: Report, transport: str) -> None:
     """The same, where rank 0 is stopped for a while, and with it the store."""
     talk = rank_0_serves(comm)
-    whole = ringdp.init(transport=transport, timeout=PATIENCE)
+    whole = ringdp.init(transport=transport, timeout=CALL_TIMEOUT)
     other = whole.duplicate()
     for c in (whole, other):
         c.barrier()
@@ -210,7 +210,7 @@ def server_stops(comm: Communicator, say: Say, transport: str) -> None:
         while not talk.check([f"seen/{r}" for r in (1, 2)]):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGSTOP)
-        say(hear(other, other.barrier))
+        report(hear(other, other.barrier))
         talk.set("heard/0", "")
     else:
         server = int(talk.get("server"))
@@ -222,9 +222,9 @@ def server_stops(comm: Communicator, say: Say, transport: str) -> None:
         talk.set(f"seen/{comm.rank}", "")
         while "stopped" not in process_state(server):
             time.sleep(0.01)
-        say(hear(whole, lambda: whole.all_reduce(torch.ones(1), async_op=True).wait(TIMEOUT)))
+        report(hear(whole, lambda: whole.all_reduce(torch.ones(1), async_op=True).wait(TIMEOUT)))
         other.set_timeout(TIMEOUT)
-        say(hear(other, other.duplicate))
+        report(hear(other, other.duplicate))
         talk.set(f"heard/{comm.rank}", "")
         talk.wait([f"heard/{r}" for r in (1, 2)])
         os.kill(server, signal.SIGCONT)
@@ -248,7 +248,7 @@ def is_late(ended: list[Ended]) -> None:
 
 def gone_again(comm: Communicator, transport: str, closes: bool) -> None:
     """What has come with communicators goes with them, though each rank has watched the others."""
-    with ringdp.init(transport=transport, timeout=PATIENCE) as whole:
+    with ringdp.init(transport=transport, timeout=CALL_TIMEOUT) as whole:
         rendezvous._world = comm
         whole._transport._watch()
         whole.barrier()
@@ -261,7 +261,7 @@ def gone_again(comm: Communicator, transport: str, closes: bool) -> None:
             if closes:
                 other.close()
             del other
-        until = time.monotonic() + PATIENCE
+        until = time.monotonic() + CALL_TIMEOUT
         while held() - before or set(threading.enumerate()) - running:
             assert time.monotonic() < until, (held() - before, threading.enumerate())
             time.sleep(0.01)
@@ -289,14 +289,14 @@ def test_nothing_stays_of_one_that_is_closed_or_dropped(ranks, closes: bool):
     ranks(2)(gone_again, "c10d", closes)
 
 
-def comes_to_a_stopped_store(comm: Communicator, say: Say) -> None:
+def comes_to_a_stopped_store(comm: Communicator, report: Report) -> None:
     """Whose server takes connections, and gives no answer."""
     del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
     with socket.create_server(("127.0.0.1", 0)) as stopped:
         os.environ |= {"MASTER_PORT": str(stopped.getsockname()[1]), "RANK": "1", "WORLD_SIZE": "2"}
         with pytest.raises(ringdp.CommunicationError, match="the store has given no answer") as e:
             ringdp.init(timeout=TIMEOUT)
-    say(str(e.value))
+    report(str(e.value))
 
 
 def test_a_stopped_rank_0_is_an_error_to_who_comes(forks: Forks):

@@ -33,7 +33,7 @@ from tests.comm.failing import WHENS, Form, Heard, hear, line_of, names_its_line
 from tests.comm.test_deaths import ENDS
 from tests.comm.test_late import TIMEOUT
 from tests.comm.test_mistakes import ELEMENTS, MISTAKES
-from tests.forks import PATIENCE, Forks, Say, store
+from tests.forks import CALL_TIMEOUT, Forks, Report, store
 
 pytestmark = pytest.mark.process
 
@@ -60,9 +60,9 @@ def sampled(hows: Iterable[str]) -> list[ParameterSet]:
     ]
 
 
-def made(comm: Communicator, count: int, warn_after: float = PATIENCE) -> list[Communicator]:
+def made(comm: Communicator, count: int, warn_after: float = CALL_TIMEOUT) -> list[Communicator]:
     """Communicators over gloo, in whose collective 0 all ranks have been."""
-    whole = ringdp.init(transport="c10d", timeout=PATIENCE, warn_after=warn_after)
+    whole = ringdp.init(transport="c10d", timeout=CALL_TIMEOUT, warn_after=warn_after)
     found = [whole.duplicate() for _ in range(count)]
     for c in found:
         c.barrier()
@@ -81,7 +81,7 @@ def meet(comm: Communicator, what: str, without: int) -> None:
     talk.wait([f"{what}/{r}" for r in range(comm.size) if r != without])
 
 
-def victim_ends(comm: Communicator, say: Say, how: str, when: str, victim: int) -> None:
+def victim_ends(comm: Communicator, report: Report, how: str, when: str, victim: int) -> None:
     cases = list(zip(FORMS, made(comm, len(FORMS)), strict=True))
     works: dict[Form, Work] = {}
     if comm.rank == victim:
@@ -96,7 +96,7 @@ def victim_ends(comm: Communicator, say: Say, how: str, when: str, victim: int) 
 
     early = {form: hear(c, partial(start, form, c)) for form, c in cases}
     for form, c in cases:
-        say(early[form] or hear(c, works[form].wait, c.barrier))
+        report(early[form] or hear(c, works[form].wait, c.barrier))
     meet(comm, "heard", without=victim)  # who leaves is lost to the others, too
 
 
@@ -113,7 +113,7 @@ def test_a_rank_that_ends_is_lost_to_every_other(forks: Forks, how, when, n, vic
             assert f"; rank {victim} has ended" in h.text.splitlines()[0], where
 
 
-def aborts_between_parts(comm: Communicator, say: Say, message: bool) -> None:
+def aborts_between_parts(comm: Communicator, report: Report, message: bool) -> None:
     """Of what rank 1 sends it, on a thread of its own."""
     (c,) = made(comm, 1)
     x, come, gone = torch.ones(LARGE), threading.Event(), threading.Event()
@@ -125,7 +125,7 @@ def aborts_between_parts(comm: Communicator, say: Say, message: bool) -> None:
 
     def late(incoming: wire.Incoming, *arguments: Any) -> None:
         come.set()
-        gone.wait(PATIENCE)
+        gone.wait(CALL_TIMEOUT)
         take(incoming, *arguments)
 
     with (
@@ -133,13 +133,13 @@ def aborts_between_parts(comm: Communicator, say: Say, message: bool) -> None:
         patch.object(threading, "excepthook", lambda e: raised.append(str(e.exc_value))),
     ):
         work = c.irecv(x, 1) if message else c.all_reduce(x, async_op=True)
-        assert come.wait(PATIENCE)
+        assert come.wait(CALL_TIMEOUT)
         before = set(threading.enumerate())
         c.abort()
         threads.join([*set(threading.enumerate()) - before])  # until its connections are cut
         gone.set()
         threads.join([t for t in before if t.name == "ringdp-c10d"])
-    say((type(work.exception()).__name__, raised))
+    report((type(work.exception()).__name__, raised))
 
 
 @pytest.mark.parametrize("message", [False, True])
@@ -150,7 +150,7 @@ def test_a_rank_that_aborts_between_the_parts_of_a_message_raises_on_no_thread(
     assert said == [("PeerLost", [])]
 
 
-def victim_stalls(comm: Communicator, say: Say, how: str, when: str, victim: int) -> None:
+def victim_stalls(comm: Communicator, report: Report, how: str, when: str, victim: int) -> None:
     cases, talk = list(zip(FORMS, made(comm, len(FORMS)), strict=True)), store()
     pid = comm._transport.record(victim).pid
     if comm.rank == victim:
@@ -162,7 +162,7 @@ def victim_stalls(comm: Communicator, say: Say, how: str, when: str, victim: int
             os.kill(pid, signal.SIGSTOP)
         talk.wait([f"heard/{r}" for r in range(comm.size) if r != victim])
         for _, c in cases:
-            say(hear(c, c.barrier))
+            report(hear(c, c.barrier))
     else:
         works = [begin(form, c, when) for form, c in cases]
         talk.wait(["stalls"])
@@ -174,7 +174,7 @@ def victim_stalls(comm: Communicator, say: Say, how: str, when: str, victim: int
         ends = when == "after" or (how, when) == ("sleeping", "within")
 
         def first(work: Work, c: Communicator) -> Heard | None:
-            return hear(c, lambda: work.wait(PATIENCE if ends else TIMEOUT))
+            return hear(c, lambda: work.wait(CALL_TIMEOUT if ends else TIMEOUT))
 
         def second(c: Communicator, early: Heard | None) -> Heard | None:
             late = partial(c.all_reduce, torch.ones(1), async_op=True)
@@ -186,7 +186,7 @@ def victim_stalls(comm: Communicator, say: Say, how: str, when: str, victim: int
             # Who were still in the first would hear there that another has given the second up.
             meet(comm, "through", without=victim)
             for heard in pool.map(second, comms, early):
-                say(heard)
+                report(heard)
         meet(comm, "heard", without=victim)
         os.kill(pid, signal.SIGCONT)
     meet(comm, "left", without=-1)
@@ -211,9 +211,9 @@ def mistakes(when: str) -> list[str]:
     return list(MISTAKES)[WHENS.index(when) :: len(WHENS)]
 
 
-def victim_errs(comm: Communicator, say: Say, when: str, victim: int) -> None:
+def victim_errs(comm: Communicator, report: Report, when: str, victim: int) -> None:
     """In the first, the second or the third of its calls, each mistake on a communicator."""
-    status.PATIENCE = PATIENCE  # a busy machine is slow
+    status.PATIENCE = CALL_TIMEOUT  # a busy machine is slow
     some = mistakes(when)
     comms = made(comm, len(some), warn_after=0.2)  # where each waits for another, that finds it
     for i, (what, c) in enumerate(zip(some, comms, strict=True)):
@@ -222,7 +222,7 @@ def victim_errs(comm: Communicator, say: Say, when: str, victim: int) -> None:
             form.call(c, torch.ones(ELEMENTS))
         comm.barrier()  # who were still in one of these would hear of the mistake there
         call = MISTAKES[what if comm.rank == victim else "nothing"]
-        say((what, hear(c, lambda call=call, form=form, c=c: call(form.call, c), c.barrier)))
+        report((what, hear(c, lambda call=call, form=form, c=c: call(form.call, c), c.barrier)))
     meet(comm, "left", without=-1)
 
 

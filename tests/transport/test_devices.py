@@ -15,7 +15,7 @@ from ringdp import Communicator
 from ringdp.comm import rendezvous
 from ringdp.transport.store import status
 from tests.comm.failing import Heard, hear, until_failed
-from tests.forks import PATIENCE
+from tests.forks import CALL_TIMEOUT
 from tests.parallel.test_engine import equal, train
 from tests.ranks import on_ranks
 from tests.transport.device_bodies import Trained, clipped, ddp
@@ -88,7 +88,7 @@ def mistaken(comm: Communicator, what: str) -> Heard | None:
         "late": lambda: until_failed(comm) if odd else comm.all_reduce(x, async_op=True).wait(0.3),
     }[what]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(status, "PATIENCE", PATIENCE)  # a busy machine is slow
+        patch.setattr(status, "PATIENCE", CALL_TIMEOUT)  # a busy machine is slow
         return hear(comm, act, comm.barrier, comm.barrier)
 
 
@@ -105,7 +105,7 @@ def test_ranks_that_disagree_all_hear_of_it(over_device, what: str):
 
 def left_behind(comm: Communicator, transport: str) -> Heard | None:
     """By rank 1, in collectives for which nobody waits on the host."""
-    c = ringdp.init(transport=transport, timeout=PATIENCE)
+    c = ringdp.init(transport=transport, timeout=CALL_TIMEOUT)
     rendezvous._world = comm
     c.barrier()
     if comm.rank == 1:
@@ -113,7 +113,7 @@ def left_behind(comm: Communicator, transport: str) -> Heard | None:
         return None
     for _ in range(2):
         c.all_reduce(torch.ones(9), async_op=True)
-    until = time.monotonic() + PATIENCE / 6
+    until = time.monotonic() + CALL_TIMEOUT / 6
     while c._transport.failure() is None:
         assert time.monotonic() < until
         time.sleep(0.01)
@@ -133,14 +133,14 @@ def test_a_rank_that_closes_is_lost_to_those_whose_device_waits_for_it(ranks, tr
 @on_ranks(2)
 def test_after_a_failure_they_meet_again(comm: Communicator, transport: str) -> None:
     """After a failure the same processes come together once more."""
-    c = ringdp.init(transport=transport, timeout=PATIENCE)
+    c = ringdp.init(transport=transport, timeout=CALL_TIMEOUT)
     comm.barrier()  # both have come
     if comm.rank == 0:
         c.abort()
     else:
         assert hear(c, lambda: c.all_reduce(torch.ones(9)), c.barrier).error == "PeerLost"
         c.abort()
-    with ringdp.init(transport=transport, timeout=PATIENCE) as c:
+    with ringdp.init(transport=transport, timeout=CALL_TIMEOUT) as c:
         c.all_reduce(x := torch.ones(3))
         assert torch.all(x == comm.size)
         comm.barrier()

@@ -45,7 +45,7 @@ SLAB = 256  # bytes: several slabs a chunk already where tensors are small
 FILLING = 9 << 20  # bytes of a buffer: inputs take a CPU seconds, and `make gpu` ends long tests
 # Seconds that a rank waits. A GPU's blocks all run, and `make gpu` ends a test that takes long,
 # which would then not say who waited for whom.
-PATIENCE = {"cpu": 60, "cuda": 5}
+TIMEOUT = {"cpu": 60, "cuda": 5}
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def inputs(n: int, elems: int, dtype: torch.dtype) -> list[torch.Tensor]:
 
 def virtual(n: int, kernels: Kernels, device: str) -> VirtualRanks:
     return VirtualRanks(
-        n, channels=2, slab=SLAB, device=device, kernels=kernels, timeout=PATIENCE[device]
+        n, channels=2, slab=SLAB, device=device, kernels=kernels, timeout=TIMEOUT[device]
     )
 
 
@@ -125,7 +125,7 @@ def test_unaligned_buffers(kernels: Kernels, device: str) -> None:
 @pytest.mark.parametrize("n", [2, 5])
 def test_a_launch_fills_the_gpu(kernels: Kernels, device: str, n: int) -> None:
     """Of every dtype, so that all have the registers for it."""
-    ranks = VirtualRanks(n, device=device, kernels=kernels, timeout=PATIENCE[device])
+    ranks = VirtualRanks(n, device=device, kernels=kernels, timeout=TIMEOUT[device])
     for dtype in DTYPES:  # enough for every channel: see `WORTH`
         elems = FILLING // dtype.itemsize + 1
         compare(ranks, programs("all_reduce", "ring", n), elems, dtype, "sum", device)

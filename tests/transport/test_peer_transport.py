@@ -23,7 +23,7 @@ from ringdp.transport.peer.kernels import Kernels, Launch
 from ringdp.transport.peer.transport import DEPTH, MOST, shape
 from ringdp.transport.peer.windows import Windows
 from tests.comm.failing import Heard, hear
-from tests.forks import PATIENCE
+from tests.forks import CALL_TIMEOUT
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
@@ -44,7 +44,7 @@ def test_no_rank_takes_for_its_own_what_another_collective_sent(over_peer):
 
 
 def lost(comm: Communicator) -> Heard | None:
-    c = ringdp.init(transport="peer-host", timeout=PATIENCE)
+    c = ringdp.init(transport="peer-host", timeout=CALL_TIMEOUT)
     c.barrier()
     if comm.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -87,10 +87,10 @@ def test_a_rank_that_exits_waits_for_nobodys_windows(comm: Communicator) -> None
     other = comm.duplicate()
     if comm.rank == 0:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(in_flight, "PATIENCE", PATIENCE)
+            patch.setattr(in_flight, "PATIENCE", CALL_TIMEOUT)
             other.close()
             other._transport.end()
-            until = time.monotonic() + PATIENCE / 6
+            until = time.monotonic() + CALL_TIMEOUT / 6
             while set(threading.enumerate()) - running:
                 assert time.monotonic() < until, threading.enumerate()
                 time.sleep(0.01)
@@ -120,7 +120,7 @@ def replayed(comm: Communicator, captured: bool) -> tuple[list[str], bool]:
     del at
     comm.barrier()
     other.abort()
-    until = time.monotonic() + PATIENCE
+    until = time.monotonic() + CALL_TIMEOUT
     while not transport._left or transport._captured or not (captured or "close" in spied.calls):
         assert time.monotonic() < until
         time.sleep(0.01)
@@ -147,7 +147,7 @@ def test_windows_are_freed_after_a_failure_once_all_kernels_have_ended(comm: Com
     comm.barrier()
     if comm.rank == 1:
         other.abort()
-    until = time.monotonic() + PATIENCE / 6
+    until = time.monotonic() + CALL_TIMEOUT / 6
     while "free" not in spied.calls:
         assert time.monotonic() < until, spied.calls
         time.sleep(0.01)
@@ -192,7 +192,7 @@ def apart(comm: Communicator) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rendezvous, "host", lambda: f"host{comm.rank} boot{comm.rank}")
         with pytest.raises(ringdp.CommunicationError) as error:
-            ringdp.init(transport="peer-host", timeout=PATIENCE)
+            ringdp.init(transport="peer-host", timeout=CALL_TIMEOUT)
     return str(error.value)
 
 

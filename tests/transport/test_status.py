@@ -30,7 +30,7 @@ from ringdp.transport.store import status
 from ringdp.transport.store.processes import introduce, process_state
 from ringdp.transport.store.status import LAST, State, StatusBoard, read, written
 from tests.comm.failing import hear, row_of
-from tests.forks import PATIENCE, Forks, Say, store
+from tests.forks import CALL_TIMEOUT, Forks, Report, store
 
 CALLED = [(k, 1 << 4, 10 * k, b"train.py:40".ljust(SITE_BYTES, b"\0")) for k in range(CALLS + 5)]
 RECORD = RankRecord(77, 5, 4, 2, 1, 0.25)
@@ -95,8 +95,8 @@ def begin(board: StatusBoard, call: Call) -> None:
     board.begun = call[0] + 1
 
 
-def test_a_rank_is_in_the_first_of_what_it_has_begun(asking):
-    board = StatusBoard(asking(HashStore()), 0, 1)
+def test_a_rank_is_in_the_first_of_what_it_has_begun(store_client):
+    board = StatusBoard(store_client(HashStore()), 0, 1)
     for call in CALLED:
         begin(board, call)
     record, _, calls = board.state()
@@ -109,8 +109,8 @@ def test_a_rank_is_in_the_first_of_what_it_has_begun(asking):
     assert len(board.calls) <= CALLS + 2  # what has ended longer ago is forgotten
 
 
-def test_how_long_a_rank_is_in_it_counts_from_its_begin(asking):
-    board = StatusBoard(asking(HashStore()), 0, 1)
+def test_how_long_a_rank_is_in_it_counts_from_its_begin(store_client):
+    board = StatusBoard(store_client(HashStore()), 0, 1)
     time.sleep(0.02)
     before = time.monotonic()
     begin(board, CALLED[0])
@@ -119,9 +119,9 @@ def test_how_long_a_rank_is_in_it_counts_from_its_begin(asking):
     assert 0.02 <= board.state().record.seconds <= time.monotonic() - before
 
 
-def test_it_is_in_what_has_not_ended_though_a_later_one_has(asking):
+def test_it_is_in_what_has_not_ended_though_a_later_one_has(store_client):
     """Over NCCL a collective of the host and one of the device go on beside each other."""
-    board = StatusBoard(asking(HashStore()), 0, 1)
+    board = StatusBoard(store_client(HashStore()), 0, 1)
     for k in range(3):
         begin(board, CALLED[k])
     board.end(2)
@@ -132,10 +132,10 @@ def test_it_is_in_what_has_not_ended_though_a_later_one_has(asking):
     assert (record.begun, record.finished, max(calls)) == (2, 1, 2)
 
 
-def test_a_rank_without_an_answer_is_told_by_its_process(asking, monkeypatch):
+def test_a_rank_without_an_answer_is_told_by_its_process(store_client, monkeypatch):
     monkeypatch.setattr(status, "PATIENCE", 0.01)
     place = HashStore()
-    ranks = [StatusBoard(asking(place), rank, 4) for rank in range(4)]
+    ranks = [StatusBoard(store_client(place), rank, 4) for rank in range(4)]
     for rank in range(4):
         introduce(place, rank)
     ended = os.spawnlp(os.P_NOWAIT, "true", "true")
@@ -154,10 +154,10 @@ def test_a_rank_without_an_answer_is_told_by_its_process(asking, monkeypatch):
     assert f"rank 1 gives no answer (process {ended} has ended); rank 2 " in missing(seen, 0)
 
 
-def stalls(comm: Communicator, say: Say, how: str) -> None:
+def stalls(comm: Communicator, report: Report, how: str) -> None:
     """Rank 2 has called collective 0 only, where the others are in the next."""
-    status.PATIENCE = 0.5 if how == "stopped" else PATIENCE
-    c, talk, victim = ringdp.init(transport="c10d", timeout=PATIENCE), store(), 2
+    status.PATIENCE = 0.5 if how == "stopped" else CALL_TIMEOUT
+    c, talk, victim = ringdp.init(transport="c10d", timeout=CALL_TIMEOUT), store(), 2
     c.barrier()
     comm.barrier()
     pid = comm._transport.record(victim).pid
@@ -165,7 +165,7 @@ def stalls(comm: Communicator, say: Say, how: str) -> None:
         if how == "stopped":
             os.kill(os.getpid(), signal.SIGSTOP)
         talk.wait(["done/0", "done/1"])
-        say(hear(c, c.barrier))
+        report(hear(c, c.barrier))
     else:
         while how == "stopped" and "stopped" not in process_state(pid):
             time.sleep(0.01)
@@ -174,7 +174,7 @@ def stalls(comm: Communicator, say: Say, how: str) -> None:
             time.sleep(0.01)
         talk.set(f"came/{comm.rank}", "")
         talk.wait(["came/0", "came/1"])
-        say(hear(c, lambda: work.wait(0.3)))
+        report(hear(c, lambda: work.wait(0.3)))
         talk.set(f"done/{comm.rank}", "")
         talk.wait(["done/0", "done/1"])
         os.kill(pid, signal.SIGCONT)
@@ -205,12 +205,12 @@ def test_all_are_in_the_table_though_they_share_no_memory(forks: Forks, how: str
             assert re.match(rf"{1 - rank}     all_reduce #1 \(float32, sum\) of 10 ", other), h
 
 
-def other_roots(comm: Communicator, say: Say) -> None:
+def other_roots(comm: Communicator, report: Report) -> None:
     """Every rank waits for another one: no message tells them that they disagree."""
-    status.PATIENCE = PATIENCE
-    c = ringdp.init(transport="c10d", timeout=PATIENCE, warn_after=0.1)
+    status.PATIENCE = CALL_TIMEOUT
+    c = ringdp.init(transport="c10d", timeout=CALL_TIMEOUT, warn_after=0.1)
     root = (comm.rank + 1) % comm.size
-    say(hear(c, lambda: c.broadcast(torch.ones(100), root)))
+    report(hear(c, lambda: c.broadcast(torch.ones(100), root)))
     comm.barrier()
 
 
@@ -223,9 +223,9 @@ def test_different_roots_are_a_mismatch(forks: Forks):
         assert len(set(re.findall(calls, h.text, re.M))) == 2, h
 
 
-def meets_late(comm: Communicator, say: Say) -> None:
+def meets_late(comm: Communicator, report: Report) -> None:
     """A thread of rank 0 waits at the store for rank 1, and that for another thread of rank 0."""
-    one = ringdp.init(transport="c10d", timeout=PATIENCE / 3)
+    one = ringdp.init(transport="c10d", timeout=CALL_TIMEOUT / 3)
     other = one.duplicate()
     other.barrier()
     made: list[Communicator] = []

@@ -48,8 +48,8 @@ def stopped() -> Iterator[Stopped]:
     store.goes_on.set()
 
 
-def test_who_asks_waits_so_long_and_who_asks_then_not_at_all(asking, stopped: Stopped):
-    ask = asking(stopped).ask
+def test_who_asks_waits_so_long_and_who_asks_then_not_at_all(store_client, stopped: Stopped):
+    ask = store_client(stopped).ask
     while not stopped.asked.is_set():  # what the thread does not come to in time is dropped
         with pytest.raises(StoreSilent, match="has given no answer for"):
             ask(lambda store: store.check(["a"]), SHORT)
@@ -92,15 +92,17 @@ def test_a_lack_of_threads_is_an_error_of_ours(monkeypatch):
         StoreClient(HashStore)
 
 
-def test_a_silent_store_is_no_failure_and_hears_of_one_when_it_goes_on(asking, stopped: Stopped):
-    failures = Failures(asking(stopped), 1, 2, lambda: True)
+def test_a_silent_store_is_no_failure_and_hears_of_one_when_it_goes_on(
+    store_client, stopped: Stopped
+):
+    failures = Failures(store_client(stopped), 1, 2, lambda: True)
     failures.poll()
     assert failures.failure is None
     failures.fail(FailureKind.TIMEOUT, 1)
     assert failures.failure is not None
     assert failures.failure.kind is FailureKind.TIMEOUT
     stopped.goes_on.set()
-    other = Failures(asking(stopped), 0, 2, lambda: True)
+    other = Failures(store_client(stopped), 0, 2, lambda: True)
     while other.failure is None:
         other.poll()
     assert other.failure == failures.failure
@@ -113,8 +115,8 @@ class Cut:
         raise RuntimeError("Connection closed by peer")
 
 
-def test_a_loss_is_told_though_the_store_is_silent_for_a_while(asking, stopped: Stopped):
-    failures = Failures(asking(stopped), 0, 2, lambda: True)
+def test_a_loss_is_told_though_the_store_is_silent_for_a_while(store_client, stopped: Stopped):
+    failures = Failures(store_client(stopped), 0, 2, lambda: True)
     sees = Thread(target=watch_for_end, args=(Cut(), failures, 1))
     sees.start()
     sees.join(1.5 * PATIENCE)

@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ringdp import Communicator
-from tests.forks import PATIENCE, store
+from tests.forks import CALL_TIMEOUT, store
 
 
 @contextmanager
@@ -20,7 +20,7 @@ def world(comm: Communicator, backend: str, name: str = "world") -> Iterator[dis
         store=dist.PrefixStore(f"{name}/{backend}", store()),
         rank=comm.rank,
         world_size=comm.size,
-        timeout=timedelta(seconds=PATIENCE),
+        timeout=timedelta(seconds=CALL_TIMEOUT),
     )
     yield dist.group.WORLD
     dist.barrier()  # gloo's ranks must not leave before all have what they sent

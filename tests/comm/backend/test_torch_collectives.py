@@ -16,18 +16,18 @@ from ringdp.comm.backend.calls import output_buffer
 from ringdp.comm.backend.reductions import average
 from tests.comm.backend.cases import CASES
 from tests.comm.backend.jobs import world
-from tests.forks import Say
+from tests.forks import Report
 
 pytestmark = pytest.mark.process
 
 N = (2, 3)
 
 
-def outcomes(comm: Communicator, say: Say) -> None:
+def outcomes(comm: Communicator, report: Report) -> None:
     for backend in ("gloo", "ringdp"):
         with world(comm, backend):
             for name, case in CASES.items():
-                say((backend, name, outcome(case, comm.rank, comm.size)))
+                report((backend, name, outcome(case, comm.rank, comm.size)))
 
 
 def outcome(case: Any, rank: int, n: int) -> Any:
@@ -55,7 +55,7 @@ def said(forks):
     for n in N:
         for ended in forks(n, outcomes):
             assert ended.code == 0
-            for backend, name, value in ended.said:
+            for backend, name, value in ended.reported:
                 found.setdefault((n, backend, name), []).append(value)
     return found
 
@@ -69,7 +69,7 @@ def test_it_is_as_over_gloo(said, n, name):
         assert ours == theirs
 
 
-def more(comm: Communicator, say: Say) -> None:
+def more(comm: Communicator, report: Report) -> None:
     """What gloo gets wrong, or refuses."""
     n, rank = comm.size, comm.rank
     with world(comm, "ringdp") as group:
@@ -110,14 +110,14 @@ def more(comm: Communicator, say: Say) -> None:
         dist.reduce_scatter_tensor(part, torch.full((n,), -rank).int(), dist.ReduceOp.AVG)
         dist.reduce_scatter(part, list((part - rank + 1).expand(n, 1)), dist.ReduceOp.AVG)
         assert part.item() == 1 - (n - 1)
-    say("done")
+    report("done")
 
 
 def test_it_takes_more_than_gloo(forks):
-    assert [ended.said for ended in forks(3, more)] == [["done"]] * 3
+    assert [ended.reported for ended in forks(3, more)] == [["done"]] * 3
 
 
-def refuses(comm: Communicator, say: Say) -> None:
+def refuses(comm: Communicator, report: Report) -> None:
     """Where lists are given that are not one tensor for each rank, of its size, nothing moves;
     split sizes on some ranks alone are another collective."""
     with world(comm, "ringdp"):
@@ -134,13 +134,13 @@ def refuses(comm: Communicator, say: Say) -> None:
             CollectiveMismatch, match="parts, also if they are equal, on every rank"
         ):
             dist.all_to_all_single(part.clone(), part, *splits)
-        say([t.tolist() for t in lists])
+        report([t.tolist() for t in lists])
 
 
 def test_lists_of_other_sizes_than_the_ranks_have_are_refused(forks):
     first, second = forks(2, refuses)
-    assert first.said == [[[0.0, 0.0], [1.0, 1.0]]]
-    assert second.said == [[[0.0, 0.0], [0.0, 0.0]]]
+    assert first.reported == [[[0.0, 0.0], [1.0, 1.0]]]
+    assert second.reported == [[[0.0, 0.0], [0.0, 0.0]]]
 
 
 def test_a_sum_of_integers_is_divided_once():

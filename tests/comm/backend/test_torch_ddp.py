@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ringdp import Communicator
 from ringdp.comm.backend.buckets import SWAPS
 from tests.comm.backend.jobs import world
-from tests.forks import Say
+from tests.forks import Report
 
 pytestmark = pytest.mark.process
 
@@ -89,24 +89,24 @@ def compiled(rank: int) -> list[float]:
 CASES = {f.__name__: f for f in (joined, power_sgd, compressed_in_cpp, in_a_callback, compiled)}
 
 
-def both(comm: Communicator, say: Say) -> None:
+def both(comm: Communicator, report: Report) -> None:
     for backend in ("gloo", "ringdp"):
         with world(comm, backend):
             for name, case in CASES.items():
                 torch._dynamo.reset()
-                say((backend, name, case(comm.rank)))
+                report((backend, name, case(comm.rank)))
 
 
 def test_it_does_what_it_does_over_gloo(forks):
     for ended in forks(2, both):
         assert ended.code == 0
-        found = {(backend, name): values for backend, name, values in ended.said}
+        found = {(backend, name): values for backend, name, values in ended.reported}
         for name in CASES:
             assert found["ringdp", name] == found["gloo", name]
             assert any(found["ringdp", name])
 
 
-def profiled(comm: Communicator, say: Say) -> None:
+def profiled(comm: Communicator, report: Report) -> None:
     model, steps = net(), 3
     with world(comm, "ringdp"):
         ddp = DistributedDataParallel(copy.deepcopy(model))
@@ -114,12 +114,12 @@ def profiled(comm: Communicator, say: Say) -> None:
             for _ in range(steps):
                 ddp(rows(comm.rank)).sum().backward()
     counts = {event.key: event.count for event in profile.key_averages()}
-    say((counts["ringdp:all_reduce"], steps))
+    report((counts["ringdp:all_reduce"], steps))
 
 
 def test_the_profiler_sees_collectives(forks):
     for ended in forks(2, profiled):
-        ((seen, steps),) = ended.said
+        ((seen, steps),) = ended.reported
         assert seen == steps
 
 
@@ -139,7 +139,7 @@ def stepped(model: nn.Module, rank: int) -> Tensor:
     return model.module.weight.grad
 
 
-def at_home(comm: Communicator, say: Say) -> None:
+def at_home(comm: Communicator, report: Report) -> None:
     for backend in ("gloo", "ringdp"):
         with world(comm, backend) as group:
             model = wide()
@@ -147,7 +147,7 @@ def at_home(comm: Communicator, say: Say) -> None:
             for _ in range(3):  # the second one has the buckets that stay
                 grad = stepped(model, comm.rank)
                 places.append(grad.data_ptr())
-                say((backend, grad.sum().item(), backend == "gloo" or lies_shared(group, grad)))
+                report((backend, grad.sum().item(), backend == "gloo" or lies_shared(group, grad)))
             assert places[1] == places[2]
 
 
@@ -156,13 +156,13 @@ def test_buckets_lie_where_peers_read_them(forks):
     for ended in forks(2, at_home):
         assert ended.code == 0
         numbers = {
-            b: [n for backend, n, _ in ended.said if backend == b] for b in ("gloo", "ringdp")
+            b: [n for backend, n, _ in ended.reported if backend == b] for b in ("gloo", "ringdp")
         }
         assert numbers["ringdp"] == numbers["gloo"]
-        assert all(home for _, _, home in ended.said)
+        assert all(home for _, _, home in ended.reported)
 
 
-def elsewhere(comm: Communicator, say: Say) -> None:
+def elsewhere(comm: Communicator, report: Report) -> None:
     mine = torch.zeros(1 << 18)
     seen = mine.numpy()
 
@@ -175,9 +175,9 @@ def elsewhere(comm: Communicator, say: Say) -> None:
         model = wide()
         model.module.bias.register_hook(reduce)
         stepped(model, comm.rank)
-        say((lies_shared(group, mine), float(seen[0])))
+        report((lies_shared(group, mine), float(seen[0])))
 
 
 def test_what_a_user_has_seen_stays_where_it_is(forks):
     for ended in forks(2, elsewhere):
-        assert (ended.code, ended.said) == (0, [(False, 4.0)])
+        assert (ended.code, ended.reported) == (0, [(False, 4.0)])

@@ -19,7 +19,7 @@ from ringdp import CollectiveMismatch, CollectiveTimeout, Communicator, PeerLost
 from ringdp.comm import rendezvous
 from ringdp.comm.backend.works import GroupWork
 from tests.comm.backend.jobs import world
-from tests.forks import PATIENCE, Say, store
+from tests.forks import CALL_TIMEOUT, Report, store
 
 pytestmark = pytest.mark.process
 
@@ -30,14 +30,14 @@ def summed(group: dist.ProcessGroup | None = None) -> float:
     return x[0].item()
 
 
-def again(comm: Communicator, say: Say) -> None:
+def again(comm: Communicator, report: Report) -> None:
     """In one store: the one that torchrun keeps for all starts of a job."""
     for _ in range(3):
         dist.init_process_group("ringdp")
-        say(summed())
+        report(summed())
         dist.destroy_process_group()
     dist.init_process_group("cpu:ringdp,cuda:ringdp")
-    say(summed())
+    report(summed())
     comm.barrier()  # both have their sum: who waits for it would hear of the abort there
     if comm.rank == 0:
         with pytest.raises(PeerLost, match="rank 1 has aborted") as caught:
@@ -45,21 +45,21 @@ def again(comm: Communicator, say: Say) -> None:
         assert isinstance(caught.value, RuntimeError)  # which scripts catch
     dist.distributed_c10d._abort_process_group()
     dist.init_process_group("ringdp")
-    say(summed())
+    report(summed())
     dist.destroy_process_group()
 
 
 def test_a_group_is_made_again_in_the_same_store_and_after_a_failure(forks):
-    assert [ended.said for ended in forks(2, again)] == [[2.0] * 5] * 2
+    assert [ended.reported for ended in forks(2, again)] == [[2.0] * 5] * 2
 
 
-def parts(comm: Communicator, say: Say) -> None:
+def parts(comm: Communicator, report: Report) -> None:
     with world(comm, "ringdp") as everybody:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
-        say([summed(mesh["rows"].get_group()), summed(mesh["columns"].get_group())])
+        report([summed(mesh["rows"].get_group()), summed(mesh["columns"].get_group())])
         mine = [0, 2] if comm.rank % 2 == 0 else [3, 1]
         half = everybody.split_group(
-            mine, timedelta(seconds=PATIENCE), group_name=f"half {comm.rank % 2}"
+            mine, timedelta(seconds=CALL_TIMEOUT), group_name=f"half {comm.rank % 2}"
         )
         assert (half.size(), half.group_name) == (2, f"half {comm.rank % 2}")
         assert half.rank() == mine.index(comm.rank)
@@ -69,29 +69,29 @@ def parts(comm: Communicator, say: Say) -> None:
         one = everybody.split_group([1])
         assert (one is None) == (comm.rank != 1)
         third = dist.new_group([2, 0, 1], backend="ringdp")
-        say(0 if comm.rank == 3 else summed(third))
-        everybody.monitored_barrier(timedelta(seconds=PATIENCE))
+        report(0 if comm.rank == 3 else summed(third))
+        everybody.monitored_barrier(timedelta(seconds=CALL_TIMEOUT))
         half.shutdown()
 
 
 def test_parts_of_a_group(forks):
-    said = [ended.said for ended in forks(4, parts)]
+    said = [ended.reported for ended in forks(4, parts)]
     assert said == [[[2.0, 2.0], 3.0]] * 3 + [[[2.0, 2.0], 0]]
 
 
-def devices(comm: Communicator, say: Say) -> None:
+def devices(comm: Communicator, report: Report) -> None:
     with world(comm, "ringdp") as group:
-        say([d.type for d in group._device_types])
-        say([d.type for d in dist.ProcessGroup._device_types.fget(group)])
+        report([d.type for d in group._device_types])
+        report([d.type for d in dist.ProcessGroup._device_types.fget(group)])
         assert group.get_backend(torch.device("cpu")) is group
 
 
 def test_a_group_names_devices_to_python_alone(forks):
     """torch's C++ would look for a backend of its own for each, to attach hooks to."""
-    assert forks(1, devices)[0].said == [["cpu", "cuda"], []]
+    assert forks(1, devices)[0].reported == [["cpu", "cuda"], []]
 
 
-def futures(comm: Communicator, say: Say) -> None:
+def futures(comm: Communicator, report: Report) -> None:
     with world(comm, "ringdp") as group:
         x = torch.full((100_000,), comm.rank + 1.0)
         doubled = dist.all_reduce(x, async_op=True).get_future().then(lambda f: 2 * f.value()[0][0])
@@ -103,17 +103,17 @@ def futures(comm: Communicator, say: Say) -> None:
         assert work.is_completed()
         assert work.is_success()
         assert work.exception() is None
-        say(doubled.wait().item())
+        report(doubled.wait().item())
         if comm.rank == 0:
             got = torch.empty(1)
             future = dist.irecv(got, 1).get_future()
             assert not future.done()
             dist.barrier()
-            say(future.wait()[0].item())
+            report(future.wait()[0].item())
         else:
             dist.barrier()
             dist.send(torch.tensor([5.0]), 0)
-            say(5.0)
+            report(5.0)
         y, z = torch.ones(2), torch.ones(3)
         group._start_coalescing(torch.device("cpu"))
         group.allreduce([y])
@@ -123,7 +123,7 @@ def futures(comm: Communicator, say: Say) -> None:
 
 
 def test_futures_and_coalesced_works(forks):
-    assert [ended.said for ended in forks(2, futures)] == [[6.0, 5.0]] * 2
+    assert [ended.reported for ended in forks(2, futures)] == [[6.0, 5.0]] * 2
 
 
 class Slow(Work):
@@ -143,8 +143,8 @@ def test_a_limit_is_one_for_several_works_together():
     assert second.limit <= first.limit - 0.02 < 60
 
 
-def fails(comm: Communicator, say: Say, how: str) -> None:
-    dist.init_process_group("ringdp", timeout=timedelta(seconds=PATIENCE))
+def fails(comm: Communicator, report: Report, how: str) -> None:
+    dist.init_process_group("ringdp", timeout=timedelta(seconds=CALL_TIMEOUT))
     dist.barrier()
     comm.barrier()  # both are out of the other one
     if how == "dies" and comm.rank == 1:
@@ -153,7 +153,7 @@ def fails(comm: Communicator, say: Say, how: str) -> None:
     future = work.get_future()
     with pytest.raises(FAILURES[how]) as caught:
         work.wait()
-    say(str(caught.value))
+    report(str(caught.value))
     assert work.is_completed()
     assert not work.is_success()
     with pytest.raises(RuntimeError, match=FAILURES[how].__name__):
@@ -170,11 +170,11 @@ FAILURES = {"differs": CollectiveMismatch, "dies": PeerLost}
 def test_an_error_is_raised_by_wait_and_by_the_future(forks, how):
     first, second = forks(2, fails, how)
     assert first.code == 0
-    assert "test_torch_groups.py" in first.said[0]  # the user's line
+    assert "test_torch_groups.py" in first.reported[0]  # the user's line
     assert second.code == (0 if how == "differs" else -signal.SIGKILL)
 
 
-def late(comm: Communicator, say: Say) -> None:
+def late(comm: Communicator, report: Report) -> None:
     """Rank 1 does not call what rank 0 waits for."""
     talk = store()
     short = timedelta(milliseconds=30)
@@ -185,35 +185,35 @@ def late(comm: Communicator, say: Say) -> None:
     if "timeout" in signature(dist.barrier).parameters:
         calls["barrier"] = lambda: dist.barrier(timeout=short)
     for name, call in calls.items():
-        dist.init_process_group("ringdp", timeout=timedelta(seconds=PATIENCE))
+        dist.init_process_group("ringdp", timeout=timedelta(seconds=CALL_TIMEOUT))
         if comm.rank == 0:
             with pytest.raises(CollectiveTimeout, match="rank 1 has not called it"):
                 call()
             talk.set(f"late {name}", "")
         talk.wait([f"late {name}"])
         dist.distributed_c10d._abort_process_group()
-    say("done")
+    report("done")
 
 
 def test_a_late_rank_is_named_when_the_time_is_over(forks):
-    assert [ended.said for ended in forks(2, late)] == [["done"]] * 2
+    assert [ended.reported for ended in forks(2, late)] == [["done"]] * 2
 
 
-def elsewhere(comm: Communicator, say: Say) -> None:
+def elsewhere(comm: Communicator, report: Report) -> None:
     here = rendezvous.host()
     rendezvous.host = lambda: f"host{comm.rank} {comm.rank}"
     try:
         dist.init_process_group("ringdp")
     except RuntimeError as error:
-        say(str(error))
+        report(str(error))
     rendezvous.host = lambda: here
 
 
 def test_hosts_that_are_not_one_are_told(forks):
     first, second = forks(2, elsewhere)
-    assert first.said[0].startswith("rank 0 is on host host0, rank 1 on host1: ")
-    assert second.said[0].startswith("rank 1 is on host host1, rank 0 on host0: ")
-    assert "gloo" in first.said[0]
+    assert first.reported[0].startswith("rank 0 is on host host0, rank 1 on host1: ")
+    assert second.reported[0].startswith("rank 1 is on host host1, rank 0 on host0: ")
+    assert "gloo" in first.reported[0]
 
 
 def started_by_torch(rank: int, path: str) -> None:

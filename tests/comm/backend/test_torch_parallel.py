@@ -31,7 +31,7 @@ from torch.distributed.tensor.parallel import (
 
 from ringdp import Communicator
 from tests.comm.backend.jobs import world
-from tests.forks import Say
+from tests.forks import Report
 
 pytestmark = pytest.mark.process
 
@@ -49,7 +49,7 @@ def mlp(seed: int = 0) -> nn.Sequential:
     return nn.Sequential(*layers).double()
 
 
-def tensor_parallel(comm: Communicator, say: Say) -> None:
+def tensor_parallel(comm: Communicator, report: Report) -> None:
     with world(comm, "ringdp"):
         mesh = init_device_mesh("cpu", (comm.size,))
         alone, net = mlp(), mlp()
@@ -68,17 +68,17 @@ def tensor_parallel(comm: Communicator, say: Say) -> None:
         for ours, theirs in zip(net.parameters(), alone.parameters(), strict=True):
             assert isinstance(ours.grad, DTensor)
             torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
-        say(sum(p.to_local().numel() for p in net.parameters()))
+        report(sum(p.to_local().numel() for p in net.parameters()))
 
 
 def test_tensor_and_sequence_parallel(forks):
     whole = sum(p.numel() for p in mlp().parameters())
     for ended in forks(2, tensor_parallel):
         assert ended.code == 0
-        assert ended.said[0] < whole
+        assert ended.reported[0] < whole
 
 
-def pipeline_parallel(comm: Communicator, say: Say) -> None:
+def pipeline_parallel(comm: Communicator, report: Report) -> None:
     stages, batches = comm.size, 4
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(stages)]
@@ -102,13 +102,13 @@ def pipeline_parallel(comm: Communicator, say: Say) -> None:
         layers[comm.rank].parameters(), whole[comm.rank].parameters(), strict=True
     ):
         torch.testing.assert_close(ours.grad, theirs.grad)
-    say([loss.item() for loss in losses] == [loss.item() for loss in expected])
+    report([loss.item() for loss in losses] == [loss.item() for loss in expected])
 
 
 def test_pipeline_parallel(forks):
     first, second = forks(2, pipeline_parallel)
     assert first.code == second.code == 0
-    assert second.said == [True]
+    assert second.reported == [True]
 
 
 class RingAttention(torch.autograd.Function):
@@ -134,7 +134,7 @@ class RingAttention(torch.autograd.Function):
         )  # fmt: skip
 
 
-def context(comm: Communicator, say: Say) -> None:
+def context(comm: Communicator, report: Report) -> None:
     _cp_options.enable_load_balance = False
     shape = 2, 2, 8 * comm.size, 4  # [batch, heads, time, width]
     torch.manual_seed(0)
@@ -152,11 +152,11 @@ def context(comm: Communicator, say: Say) -> None:
         torch.testing.assert_close(out, expected.chunk(comm.size, 2)[comm.rank])
         for part, full in zip(parts, whole, strict=True):
             torch.testing.assert_close(part.grad, full.grad.chunk(comm.size, 2)[comm.rank])
-    say("done")
+    report("done")
 
 
 def test_context_parallel(forks):
-    assert [ended.said for ended in forks(2, context)] == [["done"]] * 2
+    assert [ended.reported for ended in forks(2, context)] == [["done"]] * 2
 
 
 def trained(comm: Communicator, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -177,26 +177,26 @@ def values(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[float]
     return [t.full_tensor().flatten().tolist() for t in tensors]
 
 
-def save(comm: Communicator, say: Say, path: str) -> None:
+def save(comm: Communicator, report: Report, path: str) -> None:
     with world(comm, "ringdp"):
         net, optimizer = trained(comm, seed=1)
         model, state = get_state_dict(net, optimizer)
         checkpoint.save({"model": model, "optimizer": state}, checkpoint_id=path)
-        say(values(net, optimizer))
+        report(values(net, optimizer))
 
 
-def load(comm: Communicator, say: Say, path: str) -> None:
+def load(comm: Communicator, report: Report, path: str) -> None:
     with world(comm, "ringdp"):
         net, optimizer = trained(comm, seed=2)
         model, state = get_state_dict(net, optimizer)
         checkpoint.load({"model": model, "optimizer": state}, checkpoint_id=path)
         set_state_dict(net, optimizer, model_state_dict=model, optim_state_dict=state)
-        say(values(net, optimizer))
+        report(values(net, optimizer))
 
 
 def test_a_checkpoint_of_4_ranks_is_loaded_by_2(forks, tmp_path: Path):
-    saved = [ended.said for ended in forks(4, save, str(tmp_path))]
-    loaded = [ended.said for ended in forks(2, load, str(tmp_path))]
+    saved = [ended.reported for ended in forks(4, save, str(tmp_path))]
+    loaded = [ended.reported for ended in forks(2, load, str(tmp_path))]
     assert saved[0][0]
     assert saved == [saved[0]] * 4
     assert loaded == [saved[0]] * 2

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ringdp import Communicator
 from ringdp.cli import gpt
 from tests.comm.backend.jobs import world
-from tests.forks import Say
+from tests.forks import Report
 
 pytestmark = pytest.mark.process
 
@@ -72,20 +72,20 @@ def losses(wrap: Callable[[gpt.GPT], nn.Module], rank: int) -> list[float]:
     return found
 
 
-def train(comm: Communicator, say: Say, names: list[str]) -> None:
+def train(comm: Communicator, report: Report, names: list[str]) -> None:
     for backend in ("gloo", "ringdp"):
         for name in names:
             if backend == "gloo" and name == "fsdp2_allocated":
                 continue
             with world(comm, backend, name):
-                say((backend, name, losses(globals()[name], comm.rank)))
+                report((backend, name, losses(globals()[name], comm.rank)))
 
 
 def trained(forks, n: int, names: list[str]) -> dict[tuple[str, str], list[list[float]]]:
     found: dict[tuple[str, str], list[list[float]]] = {}
     for ended in forks(n, train, names):
         assert ended.code == 0
-        for backend, name, numbers in ended.said:
+        for backend, name, numbers in ended.reported:
             found.setdefault((backend, name), []).append(numbers)
     return found
 

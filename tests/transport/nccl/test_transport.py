@@ -12,7 +12,7 @@ import ringdp
 from ringdp import Communicator
 from ringdp.comm import rendezvous
 from tests.comm.failing import Heard, hear
-from tests.forks import PATIENCE, Say
+from tests.forks import CALL_TIMEOUT, Report
 from tests.ranks import on_ranks
 from tests.transport.nccl.faults import FAIL, LOSE, NONE, STALL, fault, only_with_host_nccl
 from tests.transport.test_conformance import ROWS, Case, agree, found
@@ -24,9 +24,9 @@ LENGTHS = (0, 1, 7, 1003)
 DTYPES = ("float32", "bfloat16")
 
 
-def eight(comm: Communicator, say: Say, cases: list[Case]) -> None:
-    with ringdp.init(transport="nccl-host", timeout=PATIENCE) as other:
-        say(found(other, cases))
+def eight(comm: Communicator, report: Report, cases: list[Case]) -> None:
+    with ringdp.init(transport="nccl-host", timeout=CALL_TIMEOUT) as other:
+        report(found(other, cases))
         comm.barrier()
 
 
@@ -103,7 +103,7 @@ def test_nccls_own_collectives(comm: Communicator) -> None:
 
 def suffers(comm: Communicator, what: int) -> Heard | None:
     """Rank 1 does, in its third launch from now on; every collective has one for its stamp."""
-    c = ringdp.init(transport="nccl-host", timeout=PATIENCE)
+    c = ringdp.init(transport="nccl-host", timeout=CALL_TIMEOUT)
     rendezvous._world = comm
     c.barrier()
     comm.barrier()
@@ -128,7 +128,7 @@ def test_a_fault_of_one_rank_is_an_error_on_all(ranks, what: int):
 
 
 def lost(comm: Communicator) -> list[Heard | None]:
-    c = ringdp.init(transport="nccl-host", timeout=PATIENCE)
+    c = ringdp.init(transport="nccl-host", timeout=CALL_TIMEOUT)
     other = c.duplicate()
     c.barrier()
     comm.barrier()  # who were still in the other one might hear of the death there
