@@ -1,4 +1,5 @@
-"""Triton's own dispatch, but for the compiler and the device: what it is asked, and launches."""
+"""Triton's own dispatch with a stub compiler and driver, which records compilations and
+launches."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ STREAM = 5
 
 
 class Compiled:
-    """In place of a CompiledKernel, with what JITFunction.run and we call of it."""
+    """Stands in for a CompiledKernel: what JITFunction.run and ringdp use of it."""
 
     function, packed_metadata = 7, (4, 1, 0)
 
@@ -32,7 +33,7 @@ class Compiled:
 
 
 class Driver:
-    """In place of Triton's."""
+    """Stands in for Triton's driver."""
 
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
@@ -47,34 +48,34 @@ class Driver:
 
 
 class Dispatch:
-    """`asked`: how often Triton was asked for a variant; `compiled`: the keys of those it wanted;
-    `launched`: (grid, *arguments)."""
+    """Records `requested`, the number of calls of JITFunction.run, `compiled`, the keys of the
+    variants to be compiled, and `launched`, a (grid, *arguments) per launch."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from triton.runtime import driver
         from triton.runtime.jit import JITFunction
 
-        self.asked, self.compiled = 0, list[Any]()
+        self.requested, self.compiled = 0, list[Any]()
         self.launched: list[tuple[Any, ...]] = []
         self.monkeypatch = monkeypatch
         run = JITFunction.run
 
-        def asked(function: Any, *args: Any, **options: Any) -> Any:
-            self.asked += 1
+        def requested(function: Any, *args: Any, **options: Any) -> Any:
+            self.requested += 1
             return run(function, *args, **options)
 
         def compiled(function: Any, key: Any, signature: Any, device: int, *_: Any) -> Compiled:
             self.compiled.append(key)
-            function.device_caches[device][0][key] = made = Compiled(self.launched)
-            return made
+            function.device_caches[device][0][key] = kernel_stub = Compiled(self.launched)
+            return kernel_stub
 
         monkeypatch.setattr(driver, "_active", Driver())
         monkeypatch.setattr(jit, "raw_stream", lambda device: STREAM)
-        monkeypatch.setattr(JITFunction, "run", asked)
+        monkeypatch.setattr(JITFunction, "run", requested)
         monkeypatch.setattr(JITFunction, "_do_compile", compiled)
 
-    def over(self, kernel: Kernel, module: str) -> Kernel:
-        """`module` launches a kernel like this one, which has no variants yet."""
+    def replace_kernel(self, kernel: Kernel, module: str) -> Kernel:
+        """Replaces `module`'s kernel by a copy of `kernel` that has no variants yet."""
         fresh = Kernel(kernel.fn, kernel.unspecialized, kernel.options, capturable=True)
         self.monkeypatch.setattr(sys.modules[module], kernel.fn.__name__, fresh)
         return fresh

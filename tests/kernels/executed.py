@@ -1,4 +1,4 @@
-"""Triton's own dispatch and compiler for sm_90, and what they make, run by `ptx`."""
+"""Triton's own dispatch and compiler for sm_90; the compiled PTX is run on the host by `ptx`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.kernels.ptx import Code, launch
 
 
 class Executed:
-    """In place of a CompiledKernel, with what JITFunction.run and we call of it."""
+    """Stands in for a CompiledKernel: what JITFunction.run and ringdp use of it."""
 
     function, packed_metadata = 0, ()
 
@@ -32,14 +32,14 @@ class Executed:
 
 
 def _bits(kind: str, x: Any) -> int:
-    """As a launcher passes it."""
+    """An argument's bits, as a launcher passes them."""
     if kind in ("fp32", "fp64"):
         return int.from_bytes(struct.pack({"fp32": "<f", "fp64": "<d"}[kind], x), "little")
     return int(x if isinstance(x, int) else x.data_ptr())
 
 
 def execute(monkeypatch: pytest.MonkeyPatch, kernels: list[Kernel]) -> None:
-    """`*_triton` launchers that launch those take CPU tensors."""
+    """Lets the launchers of these kernels take CPU tensors and run compiled code."""
     import triton
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction

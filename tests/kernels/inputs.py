@@ -1,4 +1,4 @@
-"""What several kernels are tested on, and how their results are compared."""
+"""Inputs for the tests of several kernels, and comparisons of their results."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-def some(elems: int, dtype: torch.dtype, *, skip: int = 0, special: bool = False) -> torch.Tensor:
-    """Floats of many magnitudes, from element `skip` of an allocation on: an unaligned view.
+def random_floats(
+    elems: int, dtype: torch.dtype, *, skip: int = 0, special: bool = False
+) -> torch.Tensor:
+    """Floats of many magnitudes, as a view from element `skip` of an allocation on: 1 makes it
+    unaligned.
 
-    `special`: with ±inf, nan, ±0, the least subnormal and the largest number among them.
+    `special` puts ±inf, nan, ±0, the smallest subnormal and the largest number among them.
     """
     g = torch.Generator().manual_seed(elems + 7)
     size = elems + skip
@@ -39,14 +42,14 @@ def some(elems: int, dtype: torch.dtype, *, skip: int = 0, special: bool = False
     return x
 
 
-class Elsewhere(torch.Tensor):
-    """As if on the second GPU."""
+class OnSecondGpu(torch.Tensor):
+    """A tensor that reports to be on the second GPU."""
 
     def get_device(self) -> int:
         return 1
 
 
-def there(x: torch.Tensor) -> torch.Tensor:
-    """A copy on the GPU, as far behind a multiple of 16 bytes as x; `x.cuda()` begins at one."""
+def copy_to_gpu(x: torch.Tensor) -> torch.Tensor:
+    """A copy on the GPU with x's alignment to 16 bytes; `x.cuda()` would always be aligned."""
     skip = x.data_ptr() % 16 // x.itemsize
     return torch.empty(skip + len(x), dtype=x.dtype, device="cuda")[skip:].copy_(x)

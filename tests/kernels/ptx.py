@@ -1,14 +1,14 @@
-"""PTX, run on the host: what Triton compiles of the kernels gives its bits without a GPU.
+"""Executes PTX on the host, so compiled kernels can be compared with the references without a GPU.
 
-Triton's own interpreter runs the kernels' Python, and believes no hint: where one that says of an
-address or a length that it is a multiple of 16 is wrong, only what was compiled reads astray.
+Triton's interpreter runs the kernels' Python and ignores alignment hints: if a hint that an address
+or a length is a multiple of 16 is wrong, only compiled code goes astray.
 
-All blocks of a launch go through the code in step, and a register is an array over their threads.
-Where a branch parts blocks each part goes on by itself, the one with the last block behind the
-others, for which that may wait; the threads of one block stay together, as in Triton's code. A
-vector access must be aligned, all accesses in tensors, and a register that nothing was written to
-holds noise. Leaves out: instructions that are not in the kernels, which are errors, and all that
-ptxas and the order of memory accesses may still change.
+All blocks of a launch execute in step, and a register is an array over their threads. At a
+divergent branch the blocks split; the part with the last block runs after the other, as it may wait
+for the others. The threads of a block must not diverge, which holds in Triton's code. Vector
+accesses must be aligned, all accesses must lie in tensors, and a register that was never written
+holds noise. Instructions that the kernels do not use are errors. What ptxas does, and the order of
+memory accesses, are left out.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from tests.kernels.ptx_numbers import (
     rounded,
 )
 
-WIDTHS = {"rs": 16, "r": 32, "rd": 64}  # of registers, by their names
-TOGETHER = 4096  # blocks
-LONGEST = 100_000  # instructions of a block, which would wait for ever
+WIDTHS = {"rs": 16, "r": 32, "rd": 64}  # bits of a register, by the prefix of its name
+BLOCKS_IN_STEP = 4096  # blocks that execute in step
+MAX_INSTRUCTIONS = 100_000  # instructions of a block; more is an endless loop
 _tensors = Tensors()
 
 
 class Blocks:
-    """Some of a launch that are at the same place of the code."""
+    """Blocks of a launch that are at the same instruction."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Blocks:
         self._lanes = len(blocks) * code.threads
 
     def run(self, at: int = 0) -> None:
-        for _ in range(LONGEST):
+        for _ in range(MAX_INSTRUCTIONS):
             line = self._code.lines[at]
             at += 1
             where = self._registers[line.predicate] != line.negated if line.predicate else None
@@ -77,7 +77,7 @@ class Blocks:
                 for part, begin in sorted(parts, key=lambda p: p[0]._blocks.max()):
                     part.run(begin)
                 return
-        raise AssertionError(f"{LONGEST} instructions, and no end")
+        raise AssertionError(f"{MAX_INSTRUCTIONS} instructions, and no end")
 
     def _of_blocks(self, where: Lanes) -> Lanes:
         by_block = where.reshape(-1, self._code.threads)
@@ -111,7 +111,8 @@ class Blocks:
             return noise.astype(NATURAL[bits])
         if bits == 1:
             return np.full(self._lanes, name not in ("0", "false"))
-        prefix, base = (2, 16) if name[:2] in ("0f", "0d") else (0, 0)  # a float's bits
+        # hexadecimal bits of a float
+        prefix, base = (2, 16) if name[:2] in ("0f", "0d") else (0, 0)
         number = int(name[prefix:].rstrip("U"), base) & (1 << bits) - 1
         return np.full(self._lanes, number, NATURAL[bits])
 
@@ -130,7 +131,7 @@ class Blocks:
     def _place(
         self, line: Line, operand: str, bits: int, count: int, where: Lanes | None
     ) -> tuple[Lanes, Any]:
-        """Of the threads that access memory, which they are and the first element's index."""
+        """The mask of the threads that access memory, and the index of each one's first element."""
         at = self._address(operand)
         mask = np.ones(self._lanes, bool) if where is None else where
         assert not (at[mask] % np.uint64(count * bits // 8)).any(), f"not aligned: {line.text}"
@@ -140,7 +141,8 @@ class Blocks:
         return mask, (at[mask] // np.uint64(bits // 8)).astype(np.int64)
 
     def _memory(self, line: Line, bits: int, mask: Lanes) -> tuple[Lanes, tuple[Any, ...]]:
-        """And the index before that of the element."""
+        """The array that is accessed, and an index in front of the element's: the block, if
+        shared."""
         if "shared" not in line.text:
             return MEMORY[bits], ()
         block = np.repeat(np.arange(len(self._blocks)), self._code.threads)
@@ -155,7 +157,7 @@ class Blocks:
             self._set(line.operands[0], self._computed(line), where)
 
     def _bar(self, line: Line, where: Lanes | None) -> None:
-        """They are in step."""
+        """A barrier: nothing to do, since all threads execute in step."""
 
     def _ld(self, line: Line, where: Lanes | None) -> None:
         bits, into = bits_of(line.type), names(line.operands[0])
@@ -172,7 +174,7 @@ class Blocks:
             self._set(name, self._widened(value, name, line.type), where)
 
     def _widened(self, value: Lanes, name: str, kind: str) -> Lanes:
-        """As a register holds it that may be longer."""
+        """Extends a loaded value to the width of its register."""
         bits = WIDTHS[re.findall(r"%([a-z]+)", name)[0]]
         if kind.startswith("s"):
             return value.view(SIGNED[bits_of(kind)]).astype(SIGNED[bits]).view(NATURAL[bits])
@@ -208,7 +210,7 @@ class Blocks:
     def _cvt(self, line: Line, where: Lanes | None) -> None:
         target, *sources = line.operands
         into, of = line.parts[-2:]
-        if into.endswith("x2"):  # the first is the upper half
+        if into.endswith("x2"):  # the first source is the upper half
             reals = (self._get(s, 32).view(np.float32) for s in reversed(sources))
             halves = [rounded(x, into[:-2]) for x in reals]
             self._set(target, np.stack(halves, 1).view(np.uint32)[:, 0], where)
@@ -235,7 +237,8 @@ class Blocks:
         if how in ("num", "nan"):
             found = nan == (how == "nan")
         else:
-            found = np.where(nan, len(how) == 3, COMPARISONS[how[:2]](a, b))  # ltu, neu: or nan
+            # ltu, neu etc.: true if an operand is nan
+            found = np.where(nan, len(how) == 3, COMPARISONS[how[:2]](a, b))
         self._set(target, found, where)
 
     def _selp(self, line: Line, where: Lanes | None) -> None:
@@ -255,8 +258,8 @@ class Blocks:
         self._set(line.operands[0], np.repeat(warps, 32), where)
 
     def _ldmatrix(self, line: Line, where: Lanes | None) -> None:
-        """Of matrix i threads 8 i ... 8 i + 7 of a warp say where its rows of 16 bytes lie; thread
-        t of it gets word t % 4 of row t // 4."""
+        """Threads 8 i to 8 i + 7 of a warp give the addresses of matrix i's rows of 16 bytes;
+        thread t receives word t % 4 of row t // 4."""
         lanes, every = np.arange(self._lanes), np.ones(self._lanes, bool)
         memory, block = self._memory(line, 32, every)
         rows = self._address(line.operands[1]) // np.uint64(4)
@@ -274,7 +277,7 @@ class Blocks:
             return self._float(line, whole)
         assert not set(line.parts) & {"hi", "sat"}, line.text
         kinds, wide = SIGNED if kind[0] == "s" else NATURAL, "wide" in line.parts
-        out = 2 * bits if wide else bits  # of the result, and of what is added to a product
+        out = 2 * bits if wide else bits  # bits of the result, and of the addend of a product
         numbers = list[Lanes]()
         for i, operand in enumerate(operands):
             held, each = (out, out) if wide and i == 2 else (whole, bits)
@@ -288,7 +291,7 @@ class Blocks:
         assert not set(line.parts) & {"ftz", "approx", "full"}, f"not IEEE's: {line.text}"
         kind = line.type.removesuffix("x2")
         kinds, bits = [kind] * (len(line.operands) - 1), [whole] * (len(line.operands) - 1)
-        if line.parts[-2:-1] == ("f32",):  # add.f32.bf16: only the first is of 16 bits
+        if line.parts[-2:-1] == ("f32",):  # add.f32.bf16: only the first operand has 16 bits
             kinds, bits, kind, whole = [kind, "f32"], [16, 32], "f32", 32
         reals = map(real_of, map(self._get, line.operands[1:], bits), kinds)
         act = np.divide if line.name == "div" else OPERATIONS[line.name]
@@ -297,9 +300,9 @@ class Blocks:
 
 
 def launch(code: Code, programs: int, arguments: list[int], shared: int) -> None:
-    """`arguments`: bits of a kernel's, in their order. `shared`: bytes of a block."""
+    """Runs a kernel. `arguments` are their bits, in order; `shared` is bytes per block."""
     with np.errstate(all="ignore"):
-        for first in range(0, programs, TOGETHER):
-            blocks = np.arange(first, min(first + TOGETHER, programs))
-            room = np.zeros((len(blocks), -(-max(shared, 8) // 16) * 16), np.uint8)
-            Blocks(code, blocks, programs, [*arguments, 0, 0], room, {}).run()
+        for first in range(0, programs, BLOCKS_IN_STEP):
+            blocks = np.arange(first, min(first + BLOCKS_IN_STEP, programs))
+            shared_memory = np.zeros((len(blocks), -(-max(shared, 8) // 16) * 16), np.uint8)
+            Blocks(code, blocks, programs, [*arguments, 0, 0], shared_memory, {}).run()

@@ -1,4 +1,4 @@
-"""PTX of one kernel as lines that `ptx` can follow."""
+"""Parses the PTX of one kernel into lines for `ptx`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 
 class Line(NamedTuple):
-    predicate: str  # empty: for all threads
+    predicate: str  # empty: executed by all threads
     negated: bool
     name: str
-    parts: tuple[str, ...]  # what is behind the name, by its dots
+    parts: tuple[str, ...]  # the name's suffixes, split at dots
     operands: tuple[str, ...]
     text: str
 
@@ -20,7 +20,7 @@ class Line(NamedTuple):
 
 
 class Code:
-    """Of one kernel."""
+    """The lines and labels of one kernel, and its threads per block."""
 
     def __init__(self, ptx: str) -> None:
         ptx = re.sub(r"//.*|^\s*\.(?:loc|reg|pragma)\b.*", "", ptx, flags=re.MULTILINE)

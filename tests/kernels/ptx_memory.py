@@ -1,4 +1,4 @@
-"""Memory as `ptx` reaches it: this process's, by its addresses, and of that what tensors have."""
+"""Memory for `ptx`: this process's own, and which of it belongs to tensors."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ import torch
 
 from tests.kernels.ptx_numbers import Lanes
 
-PAGE, TOP = 4096, 1 << 47  # no address is outside
+PAGE, TOP = 4096, 1 << 47  # all user addresses are between them
 TYPES = {8: ctypes.c_uint8, 16: ctypes.c_uint16, 32: ctypes.c_uint32, 64: ctypes.c_uint64}
-MEMORY = {  # by the bits of an element; its index is its address, less PAGE, over its bytes
+MEMORY = {  # by bits of an element, whose index is (address - PAGE) / its bytes
     bits: np.ctypeslib.as_array((kind * ((TOP - PAGE) // (bits // 8))).from_address(PAGE))
     for bits, kind in TYPES.items()
 }
 
 
 class Tensors:
-    """Those that were there when a place was asked for that is in none seen before."""
+    """The memory of all CPU tensors. It is collected anew when an access lies outside what is
+    known."""
 
     def __init__(self) -> None:
         self._begins = self._ends = np.zeros(1, np.uint64)
 
     def hold(self, at: Lanes, size: int) -> bool:
-        """Whether `size` bytes from each of these addresses on are in a tensor."""
+        """Whether `size` bytes from each of these addresses on lie in one tensor."""
         if not self._hold(at, size):
             self._look()
         return self._hold(at, size)

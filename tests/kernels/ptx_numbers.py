@@ -1,4 +1,4 @@
-"""What PTX's instructions do to numbers, as arrays. A nan that is made is the one a GPU makes."""
+"""Arithmetic of PTX instructions on arrays. A nan that arises has the bits that a GPU gives it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 Lanes = np.ndarray[Any, np.dtype[Any]]
 
-NATURAL = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}  # what registers hold
+NATURAL = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}  # types of register contents
 SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
 FLOAT = {32: np.float32, 64: np.float64}
 HALVES = {"f16": torch.float16, "bf16": torch.bfloat16}
@@ -19,12 +19,12 @@ REALS = (*HALVES, "f32", "f64")
 
 
 def bits_of(kind: str) -> int:
-    """Of a type; of one that is packed, of each of its two."""
+    """Bits of a type; for a packed type, of each half."""
     return int(re.findall(r"\d+", kind)[0]) if kind != "pred" else 1
 
 
 def rounded(x: Lanes, kind: str) -> Lanes:
-    """float32 to nearest even, as bits of 16."""
+    """Rounds float32 to nearest even; returns the 16-bit patterns."""
     narrow = torch.from_numpy(x.copy()).to(HALVES[kind]).view(torch.uint16).numpy()
     return np.where(np.isnan(x), np.uint16(0x7FFF), narrow)
 
@@ -41,7 +41,7 @@ def as_bits(x: Lanes) -> Lanes:
 
 
 def _shifted(x: Lanes, by: Lanes, left: bool) -> Lanes:
-    """By as many bits as there are or more: nothing is left but the sign."""
+    """Shifts; by the register's width or more, only the sign of a signed number remains."""
     by = by.astype(np.uint32)
     most = np.minimum(by, 8 * x.itemsize - 1).astype(x.dtype)
     far = x >> (8 * x.itemsize - 1) if not left and x.dtype.kind == "i" else x.dtype.type(0)
@@ -57,7 +57,7 @@ def _permuted(a: Lanes, b: Lanes, how: Lanes) -> Lanes:
 
 
 def quotient(a: Lanes, b: Lanes) -> Lanes:
-    """Toward zero."""
+    """The quotient, truncated toward zero."""
     return (np.sign(a) * np.sign(b) * (np.abs(a) // np.abs(b))).astype(a.dtype)
 
 

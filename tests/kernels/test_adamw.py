@@ -1,4 +1,4 @@
-"""adamw: against float64 and torch, all ways bit for bit, and the same bits in every shard."""
+"""adamw: against float64 and torch; all implementations give the same bits, in any slice."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 
 from ringdp.kernels import adamw
 from ringdp.kernels.adamw import CACHED, Factors, adamw_cpp, adamw_torch, adamw_triton
-from tests.kernels.inputs import LENGTHS, some
+from tests.kernels.inputs import LENGTHS, random_floats
 
-# The interpreter computes with numpy, which warns of what it is meant to do here.
+# The interpreter computes with numpy, which warns of overflows that the tests cause on purpose.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
 
 U = torch.finfo(torch.float32).eps / 2
@@ -36,12 +36,12 @@ class State(NamedTuple):
 def random_state(elems: int, seed: int = 5) -> State:
     g = torch.Generator().manual_seed(seed)
 
-    def some() -> torch.Tensor:
+    def random_floats() -> torch.Tensor:
         return torch.randn(elems, generator=g) * torch.exp2(
             torch.randint(-12, 4, (elems,), generator=g)
         )
 
-    return State(some(), some(), some(), some().square())
+    return State(random_floats(), random_floats(), random_floats(), random_floats().square())
 
 
 def step(s: State, t: int = 3) -> None:
@@ -55,17 +55,17 @@ def same_bits(a: State, b: State) -> bool:
 
 
 def same_numbers(a: State, b: State) -> bool:
-    """Bit for bit, but for what a nan is made of, which IEEE leaves open."""
+    """Bit for bit, except for the payload of nans, which IEEE leaves open."""
     return same_bits(*(State(*(x.where(~x.isnan(), torch.nan) for x in s)) for s in (a, b)))
 
 
 def gamma(k: int) -> float:
-    """k roundings, Higham 2002 §3.1: |relative error| <= ku/(1 − ku)."""
+    """The bound for k roundings (Higham 2002, §3.1): |relative error| <= ku/(1 − ku)."""
     return k * U / (1 - k * U)
 
 
 @pytest.mark.parametrize("t", [1, 3, 1000])
-def test_reference_against_float64(t: int) -> None:
+def test_reference_is_within_the_error_bound(t: int) -> None:
     got = random_state(10007)
     p, g, m, v = (x.double() for x in got)
     step(got, t)
@@ -74,10 +74,11 @@ def test_reference_against_float64(t: int) -> None:
     denominator = (v1 / (1 - 0.999**t)).sqrt() + 1e-8
     size = 1e-3 / (1 - 0.9**t)
     want = (1 - 1e-3 * 0.01) * p - size * m1 / denominator
-    # Roundings on each path, the float32 rounding of a factor counted as one.
+    # Roundings on each path; rounding a factor to float32 counts as one.
     m_bound = gamma(4) * ((1 - 0.9) * (g - m)).abs() + gamma(1) * m.abs()
-    v_bound = gamma(4) * v1  # only non-negative terms: relative
-    # Of the update: v1 4 (√ halves them: 2), √ 1, correction 2, ε 2, its own factor, · and / 3.
+    v_bound = gamma(4) * v1  # relative, since all terms are non-negative
+    # Roundings of the update: v1 4 (halved by √: 2), √ 1, correction 2, ε 2, its own factor, · and
+    # / 3.
     update = size * m1.abs() / denominator
     p_bound = (
         gamma(3) * p.abs() + gamma(11) * update + size * m_bound / denominator * (1 + gamma(11))
@@ -87,8 +88,8 @@ def test_reference_against_float64(t: int) -> None:
     assert ((got.param.double() - want).abs() <= p_bound).all()
 
 
-def test_follows_torch() -> None:
-    """20 steps of one problem; both err by at most 4 roundings of p and 12 of the update a step."""
+def test_20_steps_stay_within_the_error_bound_of_torchs() -> None:
+    """20 steps; per step both err by at most 4 roundings of p and 12 of the update."""
     got = random_state(1000)
     got.exp_avg.zero_()
     got.exp_avg_sq.zero_()
@@ -117,10 +118,10 @@ def test_kernel_equals_reference(interpreted: None, elems: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_copy_is_the_new_parameter_rounded(interpreted: None, dtype: torch.dtype) -> None:
-    """From views at odd addresses, with inf, nan, zeros and subnormals among the gradients."""
+def test_the_copy_is_the_rounded_new_parameter(interpreted: None, dtype: torch.dtype) -> None:
+    """Views at odd addresses; inf, nan, zeros and subnormals are among the gradients."""
     start = random_state(2501)
-    start.grad[:51] = some(51, torch.float32, special=True)
+    start.grad[:51] = random_floats(51, torch.float32, special=True)
     want, without = start.copy(), start.copy()
     copy = torch.full((2501,), torch.nan, dtype=dtype)
     adamw_torch(*want.part(1, 2501), copy[1:], FACTORS)
@@ -134,7 +135,7 @@ def test_copy_is_the_new_parameter_rounded(interpreted: None, dtype: torch.dtype
         torch.testing.assert_close(other, copy, rtol=0, atol=0, equal_nan=True)
 
 
-def test_copy_of_a_step() -> None:
+def test_adamw_writes_a_copy_and_refuses_a_wrong_one() -> None:
     state, copy = random_state(100), torch.empty(100, dtype=torch.bfloat16)
     adamw(*state, step=1, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, copy=copy)
     assert torch.equal(copy, state.param.bfloat16())
@@ -146,8 +147,8 @@ def test_copy_of_a_step() -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_bits_do_not_depend_on_the_place(threads: int) -> None:
-    """The elements of a whole buffer, of random slices of it, and one by one."""
+def test_bits_do_not_depend_on_slicing(threads: int) -> None:
+    """The whole buffer, random slices of it, and single elements give the same bits."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -158,7 +159,8 @@ def test_bits_do_not_depend_on_the_place(threads: int) -> None:
         for seed in range(3):
             g = torch.Generator().manual_seed(seed)
             cuts = torch.randint(1, elems, (60,), generator=g).tolist()
-            near = torch.randint(1, 200, (60,), generator=g).tolist()  # slices shorter than SIMD
+            # slices shorter than a SIMD register
+            near = torch.randint(1, 200, (60,), generator=g).tolist()
             cuts = sorted({0, elems, *cuts, *near})
             pieces = start.copy()
             for first, last in pairwise(cuts):
@@ -173,7 +175,7 @@ def test_bits_do_not_depend_on_the_place(threads: int) -> None:
 
 
 def test_each_operation_is_correctly_rounded() -> None:
-    """The reference's bits are those of IEEE float32: recomputed in float64, rounded each time."""
+    """The reference's operations are recomputed in float64 and rounded to float32 one by one."""
     got = random_state(5000)
     k = [float(torch.tensor(f)) for f in FACTORS]
     decay, fresh1, beta2, fresh2, size, correction, eps = k
@@ -189,7 +191,7 @@ def test_each_operation_is_correctly_rounded() -> None:
     assert same_bits(got, State(p.float(), got.grad, m.float(), v.float()))
 
 
-def test_a_step_is_seen_as_a_change_in_place() -> None:
+def test_autograd_sees_the_in_place_change() -> None:
     state = random_state(4)
     state.param.requires_grad_()
     squared = state.param.square().sum()
@@ -199,7 +201,7 @@ def test_a_step_is_seen_as_a_change_in_place() -> None:
         squared.backward()
 
 
-def test_no_elements() -> None:
+def test_empty_tensors_are_accepted() -> None:
     step(random_state(0))
 
 
@@ -212,12 +214,12 @@ def test_no_elements() -> None:
         ({"grad": torch.zeros(8)[::2]}, "strides"),
     ],
 )
-def test_refuses(change: dict[str, torch.Tensor], message: str) -> None:
+def test_wrong_tensors_are_refused(change: dict[str, torch.Tensor], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         step(random_state(4)._replace(**change))
 
 
-def test_refuses_a_step_before_the_first() -> None:
+def test_step_0_is_refused() -> None:
     with pytest.raises(ValueError, match="counts from 1"):
         step(random_state(4), 0)
 
@@ -225,17 +227,17 @@ def test_refuses_a_step_before_the_first() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("skip", [0, 1])  # an odd address
+@pytest.mark.parametrize("skip", [0, 1])  # 1: an odd address
 @pytest.mark.parametrize("elems", [1, 16, 17, 1024, 2500, 1 << 20])
 def test_gpu_equals_cpu(elems: int, skip: int, dtype: torch.dtype | None) -> None:
     start = random_state(elems + skip)
     if elems > 51:
-        start.grad[skip : skip + 51] = some(51, torch.float32, special=True)
+        start.grad[skip : skip + 51] = random_floats(51, torch.float32, special=True)
     want, got = start.part(skip, elems + skip), State(*(x.cuda() for x in start))
     got = got.part(skip, elems + skip)
     copy = None if dtype is None else torch.empty(elems + skip, dtype=dtype)[skip:]
     there = None if copy is None else torch.empty(elems + skip, dtype=dtype, device="cuda")[skip:]
-    for t in (1, 2, 3):  # the third time as the second was launched
+    for t in (1, 2, 3):  # the third call repeats the second's launch
         for state, rounded in ((want, copy), (got, there)):
             adamw(
                 *state,

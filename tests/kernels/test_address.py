@@ -1,4 +1,4 @@
-"""address: what has no memory is refused before C++ reads it."""
+"""`address` refuses tensors without memory before C++ reads them."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from ringdp.kernels.norm import squared_norm_triton
 from tests.kernels.test_adamw import FACTORS
 
 
-def test_is_that_of_the_first_element() -> None:
+def test_address_is_that_of_the_first_element() -> None:
     x = torch.ones(10)
     assert address(x) == x.data_ptr()
     assert address(x[3:]) == x.data_ptr() + 12
     assert address(x[10:]) == 0
     freed = torch.ones(0)
     freed.untyped_storage().resize_(0)
-    assert address(freed) == 0  # nothing is asked of it
+    assert address(freed) == 0  # an empty tensor needs no memory
 
 
 @pytest.mark.parametrize("left", [0, 12])
-def test_freed_or_cut(left: int) -> None:
+def test_freed_and_shortened_storages_are_refused(left: int) -> None:
     x = torch.ones(4)
     x.untyped_storage().resize_(left)
-    says = rf"float32\[4\] at element 0 of a storage of {left} bytes is not in memory"
+    message = rf"float32\[4\] at element 0 of a storage of {left} bytes is not in memory"
     for norm in (squared_norm, squared_norm_triton):
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(ValueError, match=message):
             norm([x])
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         flatten_triton([x], torch.ones(4), 1.0, [0])
     for step in (adamw_cpp, adamw_triton):
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(ValueError, match=message):
             step(torch.ones(4), x, torch.ones(4), torch.ones(4), None, FACTORS)
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
-def test_fake() -> None:
+def test_fake_tensors_are_refused() -> None:
     with FakeTensorMode():
         x = torch.ones(4)
     with pytest.raises(ValueError, match="or the tensor is fake"):

@@ -1,4 +1,4 @@
-"""flatten: against float64, the kernel against the reference bit for bit, and what it refuses."""
+"""flatten: error bound against float64, the kernel equals the reference, and what is refused."""
 
 from __future__ import annotations
 
@@ -9,42 +9,45 @@ from ringdp.kernels import flatten
 from ringdp.kernels.flatten import flatten_torch, flatten_triton
 from ringdp.kernels.precision import wide_dtype
 from ringdp.kernels.spans import Span, chunk_table
-from tests.kernels.inputs import LENGTHS, PAIRS, same_bits, some
+from tests.kernels.inputs import LENGTHS, PAIRS, random_floats, same_bits
 
-# The interpreter computes with numpy, which warns of what it is meant to do here.
+# The interpreter computes with numpy, which warns of overflows that the tests cause on purpose.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
 
 SCALES = [1.0, -0.375, float(torch.tensor(0.1))]
 
 
 def inputs(dtype: torch.dtype, device: str = "cpu") -> tuple[list[torch.Tensor], list[int], int]:
-    """Shapes that meet every path: a full chunk, a tail, odd alignment, strides, empty, 0-d."""
+    """Tensors for every path of the kernel: full chunk, tail, odd alignment, strides, empty,
+    0-d."""
     g = torch.Generator().manual_seed(7)
 
-    def some(*shape: int) -> torch.Tensor:
+    def random_floats(*shape: int) -> torch.Tensor:
         spread = torch.exp2(torch.randint(-30, 30, shape, generator=g, dtype=torch.float64))
         return (torch.randn(shape, generator=g, dtype=torch.float64) * spread).to(dtype).to(device)
 
     tensors = [
-        some(4096 + 16),  # aligned: a full chunk and a tail
-        some(4097)[1:],  # its address is not a multiple of 16 bytes
-        some(7, 13).t(),
-        some(0),
-        some(1).squeeze(0),
-        some(64, 128)[::2, ::2],
-        some(3, 1500),
+        random_floats(4096 + 16),  # aligned: a full chunk and a tail
+        random_floats(4097)[1:],  # its address is not a multiple of 16 bytes
+        random_floats(7, 13).t(),
+        random_floats(0),
+        random_floats(1).squeeze(0),
+        random_floats(64, 128)[::2, ::2],
+        random_floats(3, 1500),
     ]
     offsets, end = [], 16
     for i, x in enumerate(tensors):
         offsets.append(end)
         end += x.numel() + (i % 3)  # gaps of 0, 1 and 2 elements
-    order = [3, 0, 6, 2, 1, 5, 4]  # the bucket's order is not the list's
+    order = [3, 0, 6, 2, 1, 5, 4]  # the list's order is not the bucket's
     return [tensors[i] for i in order], [offsets[i] for i in order], end + 5000
 
 
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_reference_against_float64(source: torch.dtype, target: torch.dtype, scale: float) -> None:
+def test_reference_is_within_the_error_bound(
+    source: torch.dtype, target: torch.dtype, scale: float
+) -> None:
     tensors, offsets, elems = inputs(source)
     out = torch.full((elems,), torch.nan, dtype=target)
     flatten(tensors, out, scale=scale, offsets=offsets)
@@ -52,7 +55,7 @@ def test_reference_against_float64(source: torch.dtype, target: torch.dtype, sca
     for x, o in zip(tensors, offsets, strict=True):
         want[o : o + x.numel()] = x.double().flatten() * scale
     # One rounding of the scale, one of the product, one to the target: (1 + u)(1 + u)(1 + v) − 1,
-    # or half the least subnormal of the target where that is more.
+    # or half the smallest subnormal of the target if that is larger.
     wide = torch.finfo(wide_dtype(source, target))
     narrow = torch.finfo(target)
     relative = (1 + wide.eps / 2) ** 2 * (1 + narrow.eps / 2) - 1
@@ -75,9 +78,9 @@ def test_kernel_equals_reference(
 
 
 @pytest.mark.parametrize("skip", [0, 1])
-def test_lengths(interpreted: None, skip: int) -> None:
-    """All in one launch, at odd addresses too, with inf, nan, zeros and subnormals."""
-    tensors = [some(n, torch.bfloat16, skip=skip, special=n > 15) for n in LENGTHS]
+def test_kernel_equals_reference_for_all_lengths(interpreted: None, skip: int) -> None:
+    """All lengths in one launch, also at odd addresses, with inf, nan, zeros and subnormals."""
+    tensors = [random_floats(n, torch.bfloat16, skip=skip, special=n > 15) for n in LENGTHS]
     offsets = [sum(LENGTHS[:i]) for i in range(len(LENGTHS))]
     got, want = torch.empty(sum(LENGTHS)), torch.empty(sum(LENGTHS))
     flatten_torch(tensors, want, 0.5, offsets)
@@ -86,7 +89,7 @@ def test_lengths(interpreted: None, skip: int) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 500])
-def test_number_of_tensors(interpreted: None, count: int) -> None:
+def test_kernel_takes_1_or_500_tensors(interpreted: None, count: int) -> None:
     tensors = [torch.full((3,), float(i + 1)) for i in range(count)]
     got = torch.full((5 * count,), torch.nan)
     flatten_triton(tensors, got, 1.0, [5 * i for i in range(count)])
@@ -94,7 +97,7 @@ def test_number_of_tensors(interpreted: None, count: int) -> None:
     assert torch.equal(got.view(count, 5), want)
 
 
-def test_mixed_dtypes_and_no_tensors(interpreted: None) -> None:
+def test_kernel_takes_mixed_dtypes_and_no_tensors(interpreted: None) -> None:
     tensors = [torch.randn(5), torch.randn(7).bfloat16(), torch.randn(3, 3).half()]
     got, want = torch.full((30,), torch.nan), torch.full((30,), torch.nan)
     flatten_torch(tensors, want, 0.5, [0, 6, 20])
@@ -107,7 +110,7 @@ def test_mixed_dtypes_and_no_tensors(interpreted: None) -> None:
         assert not empty.any()
 
 
-def test_chunk_table() -> None:
+def test_chunk_table_splits_spans_into_chunks() -> None:
     rows = chunk_table((Span(1 << 40, 3, 8200), Span(0, 8203, 4097), Span(64, 0, 1)), 2)
     base = 1 << 40
     assert rows.tolist() == [
@@ -120,13 +123,13 @@ def test_chunk_table() -> None:
     ]
 
 
-def test_parameters_that_require_grad() -> None:
+def test_tensors_may_require_grad() -> None:
     out = torch.empty(4)
     flatten([torch.ones(4, requires_grad=True)], out, scale=2.0, offsets=[0])
     assert out.tolist() == [2.0] * 4
 
 
-def test_in_place_when_a_tensor_is_its_own_slice() -> None:
+def test_a_tensor_may_be_its_own_slice_of_the_output() -> None:
     out = torch.arange(8.0)
     flatten([out[2:6]], out, scale=2.0, offsets=[2])
     assert out.tolist() == [0, 0, 4, 6, 8, 10, 0, 0]
@@ -149,14 +152,14 @@ def test_in_place_when_a_tensor_is_its_own_slice() -> None:
         ([torch.ones(4, device="meta")], torch.empty(8), 1.0, [0], "meta"),
     ],
 )
-def test_refuses(
+def test_wrong_arguments_are_refused(
     tensors: list[torch.Tensor],
     out: torch.Tensor,
     scale: float,
     offsets: list[int],
     message: str,
 ) -> None:
-    for _ in range(2):  # the kernel's launcher keeps what it has checked
+    for _ in range(2):  # twice: the kernel's launcher remembers what it has checked
         with pytest.raises(ValueError, match=message):
             flatten(tensors, out, scale=scale, offsets=offsets)
         with pytest.raises(ValueError, match=message):
@@ -173,6 +176,6 @@ def test_gpu_equals_cpu(source: torch.dtype, target: torch.dtype, scale: float) 
     flatten(tensors, want, scale=scale, offsets=offsets)
     tensors, offsets, elems = inputs(source, "cuda")
     got = torch.full((elems,), torch.nan, dtype=target, device="cuda")
-    for _ in range(2):  # the second time from the cached chunk table
+    for _ in range(2):  # the second call uses the cached chunk table
         flatten(tensors, got, scale=scale, offsets=offsets)
         assert same_bits(got.cpu(), want)

@@ -1,4 +1,4 @@
-"""fold: against float64, the kernel against the reference bit for bit, and what it refuses."""
+"""fold: error bound against float64, the kernel equals the reference, and what is refused."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from ringdp.kernels import fold
 from ringdp.kernels.fold import CACHED, INTEGERS, SIGNED, fold_torch, fold_triton
 from ringdp.kernels.precision import FLOATS, wide_dtype
-from tests.kernels.inputs import LENGTHS, PAIRS, same_bits, some
+from tests.kernels.inputs import LENGTHS, PAIRS, random_floats, same_bits
 
-# The interpreter computes with numpy, which warns of what it is meant to do here.
+# The interpreter computes with numpy, which warns of overflows that the tests cause on purpose.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
 
 SHORT = [15, 16, 2500]
@@ -25,22 +25,25 @@ def random_parts(n: int, elems: int, dtype: torch.dtype, seed: int = 3) -> torch
         spread = torch.exp2(torch.randint(-12, 6, (n, elems), generator=g, dtype=torch.float64))
         return (torch.randn(n, elems, generator=g, dtype=torch.float64) * spread).to(dtype)
     raw = torch.randint(0, 256, (n * elems * dtype.itemsize,), generator=g, dtype=torch.uint8)
-    return raw.view(dtype).view(n, elems)  # not the other way round: there may be no elements
+    return raw.view(dtype).view(n, elems)  # `view(n, -1)` would fail without elements
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 8, 64])
 @pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_reference_against_float64(source: torch.dtype, target: torch.dtype, n: int) -> None:
+def test_reference_is_within_the_error_bound(
+    source: torch.dtype, target: torch.dtype, n: int
+) -> None:
     parts = random_parts(n, 1000, source)
     out = torch.full((1000,), torch.nan, dtype=target)
     fold(parts, out)
-    sums = [math.fsum(column) for column in parts.double().t().tolist()]  # exact, rounded once
+    # fsum is exact and rounds once
+    sums = [math.fsum(column) for column in parts.double().t().tolist()]
     want = torch.tensor(sums, dtype=torch.float64)
     wide, narrow = torch.finfo(wide_dtype(source, target)), torch.finfo(target)
     # Higham 2002, §4.2: recursive summation errs by at most γ(n−1)·Σ|x|, γ(k) = ku/(1 − ku).
     k = (n - 1) * wide.eps / 2
     error = k / (1 - k) * parts.double().abs().sum(0)
-    # The last rounding: half an ulp of the target, or half its least subnormal. `want` itself is
+    # The last rounding: half an ulp of the target, or half its smallest subnormal. `want` itself is
     # half an ulp of float64 off.
     last = (narrow.eps + torch.finfo(torch.float64).eps) / 2
     bound = error + (want.abs() + error) * last + narrow.smallest_normal * narrow.eps
@@ -48,7 +51,7 @@ def test_reference_against_float64(source: torch.dtype, target: torch.dtype, n: 
 
 
 @pytest.mark.parametrize("dtype", [*INTEGERS, *SIGNED])
-def test_integers_are_exact(dtype: torch.dtype) -> None:
+def test_integer_sums_wrap_exactly(dtype: torch.dtype) -> None:
     parts = random_parts(5, 100, dtype)
     out = torch.empty(100, dtype=dtype)
     fold(parts, out)
@@ -73,7 +76,7 @@ def test_kernel_equals_reference(
 
 @pytest.mark.parametrize("at", [0, 1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.uint16])
-def test_one_may_lie_elsewhere(interpreted: None, dtype: torch.dtype, at: int) -> None:
+def test_one_row_may_lie_in_another_tensor(interpreted: None, dtype: torch.dtype, at: int) -> None:
     every = list(random_parts(4, 35, dtype))
     want = torch.empty(35, dtype=dtype)
     fold(torch.stack(every), want)
@@ -88,9 +91,11 @@ def test_one_may_lie_elsewhere(interpreted: None, dtype: torch.dtype, at: int) -
 
 
 @pytest.mark.parametrize("elems", LENGTHS)
-def test_lengths(interpreted: None, elems: int) -> None:
+def test_kernel_equals_reference_for_all_lengths(interpreted: None, elems: int) -> None:
     """Rows at odd addresses, with inf, nan, zeros and subnormals."""
-    parts = torch.stack([some(elems + 1, torch.bfloat16, special=elems > 15) for _ in range(3)])
+    parts = torch.stack(
+        [random_floats(elems + 1, torch.bfloat16, special=elems > 15) for _ in range(3)]
+    )
     got, want = torch.empty(elems), torch.empty(elems)
     fold_torch(parts[:, 1:], want, torch.float32)
     fold_triton(parts[:, 1:], got, torch.float32)
@@ -106,8 +111,8 @@ def test_kernel_equals_reference_on_integers(interpreted: None, dtype: torch.dty
     assert same_bits(got, want)
 
 
-def test_bits_do_not_depend_on_the_place() -> None:
-    elems = CACHED * torch.get_num_threads() + 1000  # more than one call's worth
+def test_bits_do_not_depend_on_slicing() -> None:
+    elems = CACHED * torch.get_num_threads() + 1000  # more than one C++ call folds at once
     parts = random_parts(4, elems, torch.float32)
     whole = torch.empty(elems)
     fold(parts, whole)
@@ -115,11 +120,11 @@ def test_bits_do_not_depend_on_the_place() -> None:
     cuts = sorted({0, elems, *torch.randint(1, elems, (40,), generator=g).tolist()})
     for first, last in pairwise(cuts):
         out = torch.empty(last - first)
-        fold(parts[:, first:last], out)  # rows lie apart
+        fold(parts[:, first:last], out)  # its rows are not adjacent
         assert same_bits(out, whole[first:last])
 
 
-def test_order_is_by_rank() -> None:
+def test_rows_are_added_in_rank_order() -> None:
     big = float(2**24)
     out = torch.empty(1)
     fold(torch.tensor([[1.0], [big], [-big]]), out)
@@ -128,7 +133,7 @@ def test_order_is_by_rank() -> None:
     assert out.item() == 1.0
 
 
-def test_keeps_minus_zero_and_takes_no_elements() -> None:
+def test_minus_zero_is_kept_and_empty_rows_are_accepted() -> None:
     out = torch.empty(1)
     fold(torch.full((3, 1), -0.0), out)
     assert torch.signbit(out).all()
@@ -136,7 +141,7 @@ def test_keeps_minus_zero_and_takes_no_elements() -> None:
 
 
 @pytest.mark.parametrize("row", [0, 1, 2])
-def test_out_may_be_a_row(row: int) -> None:
+def test_the_output_may_be_a_row(row: int) -> None:
     parts = random_parts(3, 100, torch.float32)
     want = torch.empty(100)
     fold(parts, want)
@@ -158,7 +163,7 @@ def test_out_may_be_a_row(row: int) -> None:
         (torch.empty(2, 4, device="meta"), torch.empty(4), "meta"),
     ],
 )
-def test_refuses(parts: torch.Tensor, out: torch.Tensor, message: str) -> None:
+def test_wrong_arguments_are_refused(parts: torch.Tensor, out: torch.Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         fold(parts, out)
 
@@ -174,7 +179,7 @@ def test_refuses(parts: torch.Tensor, out: torch.Tensor, message: str) -> None:
         (torch.empty(4), -1),
     ],
 )
-def test_refuses_what_lies_elsewhere(own: torch.Tensor, at: int) -> None:
+def test_a_wrong_own_row_is_refused(own: torch.Tensor, at: int) -> None:
     with pytest.raises(ValueError, match="own"):
         fold(torch.empty(2, 4), torch.empty(4), own, at)
 
@@ -187,7 +192,7 @@ def test_gpu_equals_cpu(source: torch.dtype, target: torch.dtype, elems: int) ->
     parts, want = random_parts(8, elems, source), torch.empty(elems, dtype=target)
     fold(parts, want)
     there, got = parts.cuda(), torch.empty(elems, dtype=target, device="cuda")
-    for _ in range(2):  # the second time as the first was launched
+    for _ in range(2):  # the second call repeats the first's launch
         fold(there, got.zero_())
         assert same_bits(got.cpu(), want)
         fold(there[1:], got.zero_(), there[0].clone())

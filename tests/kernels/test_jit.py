@@ -1,4 +1,4 @@
-"""Triton stays out until it is needed, and its interpreter stays in the test that asked for it."""
+"""Triton is imported only when needed, and the tests' interpreter is removed after each test."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ assert type(copy_kernel.function).__name__ == "InterpretedFunction"
 """
 
 
-def test_cpu_path_imports_no_triton() -> None:
+def test_kernels_on_cpu_tensors_import_no_triton() -> None:
     done = subprocess.run(
         [sys.executable, "-c", USE], capture_output=True, encoding="utf-8", timeout=600
     )
@@ -47,13 +47,15 @@ def test_cpu_path_imports_no_triton() -> None:
 
 
 @pytest.mark.process
-def test_interpreter_is_chosen_at_the_first_use(tmp_path: Path) -> None:
+def test_triton_interpret_set_before_the_first_launch_is_obeyed(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     (tmp_path / "interpret.py").write_text(INTERPRET, encoding="utf-8")
     scripts.run(tmp_path / "interpret.py", ranks=0)
 
 
-def test_interpreted_ends_with_its_test(interpreted: None, request: pytest.FixtureRequest) -> None:
+def test_the_interpreted_fixture_restores_the_kernels(
+    interpreted: None, request: pytest.FixtureRequest
+) -> None:
     assert type(adamw_kernel.function).__name__ == "InterpretedFunction"
     request.getfixturevalue("monkeypatch").undo()
     assert type(adamw_kernel.function).__name__ == "JITFunction"

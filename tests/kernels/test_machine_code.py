@@ -1,7 +1,7 @@
-"""What the compiler makes of the kernels for sm_80, sm_90 and sm_100, without a GPU.
+"""The machine code of the kernels for sm_80, sm_90 and sm_100, compiled without a GPU.
 
-Every access of a full block is 16 bytes wide, nothing spills to local memory, and nothing is fused,
-flushed or approximated that the references round.
+Every access of a full block is 16 bytes wide, nothing spills to local memory, and no operation is
+fused, flushed to zero or approximated where the references round.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ triton = pytest.importorskip("triton")
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 ARCHES = [80, 90, 100]
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
-SHORT = {F16: "fp16", BF16: "bf16", F32: "fp32", F64: "fp64"}  # Triton's names in a signature
+# dtype -> Triton's name in a signature
+SHORT = {F16: "fp16", BF16: "bf16", F32: "fp32", F64: "fp64"}
 
 
-def by_turns(*rows: tuple[Any, ...]) -> list[ParameterSet]:
-    """(arch, *row): each arch and each row in turn, and in `exhaustive` all beside all."""
+def each_arch_and_row(*rows: tuple[Any, ...]) -> list[ParameterSet]:
+    """(arch, *row) pairs in which every arch and every row occurs; all others are `exhaustive`."""
     quick = {(i % len(ARCHES), i % len(rows)) for i in range(max(len(ARCHES), len(rows)))}
     return [
         pytest.param(arch, *row, marks=() if (i, j) in quick else pytest.mark.exhaustive)
@@ -50,12 +51,12 @@ def by_turns(*rows: tuple[Any, ...]) -> list[ParameterSet]:
 class Code(NamedTuple):
     ptx: str
     sass: str
-    accesses: Counter[str]  # its loads and stores: LDG.E.128, STG.E, LDL, ...
+    accesses: Counter[str]  # counts of its loads and stores: LDG.E.128, STG.E, LDL, ...
     cubin: Path
 
     @property
     def registers(self) -> int:
-        """Of a thread."""
+        """Registers of a thread."""
         tool = [TOOLS / "cuobjdump", "-res-usage", self.cubin]
         used = subprocess.run(tool, capture_output=True, encoding="utf-8", check=True).stdout
         return int(re.findall(r"\bREG:(\d+)", used)[0])
@@ -69,7 +70,8 @@ def compiled(
     constants: dict[str, Any],
     odd: tuple[str, ...] = (),
 ) -> Code:
-    """As for a launch on padded flat buffers: all but floats and `odd` are multiples of 16."""
+    """Compiles as for padded flat buffers: all arguments but floats and `odd` are multiples of
+    16."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -109,7 +111,9 @@ def spills(code: Code) -> bool:
 
 @pytest.mark.parametrize(
     ("arch", "ranks", "source", "target"),
-    by_turns(*((n, s, t) for s, t in ((F32, F32), (BF16, BF16), (BF16, F32)) for n in (2, 64))),
+    each_arch_and_row(
+        *((n, s, t) for s, t in ((F32, F32), (BF16, BF16), (BF16, F32)) for n in (2, 64))
+    ),
 )
 @pytest.mark.parametrize("none", [False, True])
 def test_fold(
@@ -135,7 +139,7 @@ def test_fold(
     assert ".ftz" not in code.ptx
 
 
-@pytest.mark.parametrize(("arch", "copy"), by_turns((None,), (BF16,)))
+@pytest.mark.parametrize(("arch", "copy"), each_arch_and_row((None,), (BF16,)))
 def test_adamw(copy: torch.dtype | None, arch: int, tmp_path: Path) -> None:
     pointers = dict.fromkeys(("param", "grad", "exp_avg", "exp_avg_sq"), "*fp32")
     pointers["copy"] = f"*{SHORT[copy or F32]}"
@@ -155,7 +159,7 @@ def test_adamw(copy: torch.dtype | None, arch: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("arch", "apart", "flat", "into_flat"),
-    by_turns(
+    each_arch_and_row(
         *((F32, F32, True), (F32, BF16, True), (BF16, F32, True)),
         *((BF16, BF16, True), (F16, F16, True), (F64, F64, True)),
         *((BF16, F32, False), (F32, BF16, False)),
@@ -168,20 +172,21 @@ def test_copy(
     constants = {"APART": apart, "WIDE": wide_dtype(apart, flat), "INTO_FLAT": into_flat}
     code = compiled(copy_kernel, arch, tmp_path, arguments, constants | {"BLOCK": SPAN_BLOCK})
     source, target = (apart, flat) if into_flat else (flat, apart)
-    # Chunks of whole sixteens, in 256 threads of 16-byte accesses; the rest are tails and padding.
+    # Chunks whose length is a multiple of 16 use 16-byte accesses of 256 threads; all other
+    # accesses are for tails and padding.
     per_thread = SPAN_BLOCK // 256
     assert count_128(code, "LDG") == per_thread * source.itemsize // 16
     assert count_128(code, "STG") == per_thread * target.itemsize // 16
-    # And those store what lies side by side from threads that do.
+    # Those store adjacent elements from adjacent threads.
     narrow = re.findall(r"STG\.E(?!\.128)\S* .*?\[R\d+\.64(?:\+(0x\w+))?\]", code.sass)
     assert len(narrow) == 2 * per_thread
     assert all(int(at or "0", 16) % (256 * target.itemsize) == 0 for at in narrow)
     assert not spills(code)
-    assert code.registers <= 40 or F64 in (apart, flat)  # so six programs share a multiprocessor
+    assert code.registers <= 40 or F64 in (apart, flat)  # so six programs fit a multiprocessor
     assert ".ftz" not in code.ptx
 
 
-@pytest.mark.parametrize(("arch", "source"), by_turns((F32,), (BF16,)))
+@pytest.mark.parametrize(("arch", "source"), each_arch_and_row((F32,), (BF16,)))
 def test_squared_norm(source: torch.dtype, arch: int, tmp_path: Path) -> None:
     arguments = {"chunks": "*i64", "count": "i32", "scratch": "*fp64", "total": "*fp64"}
     constants = {"SOURCE": source, "BLOCK": SPAN_BLOCK, "MOST": 1024}
@@ -189,20 +194,22 @@ def test_squared_norm(source: torch.dtype, arch: int, tmp_path: Path) -> None:
     code = compiled(squared_norm_kernel, arch, tmp_path, arguments, constants, odd=("count",))
     assert count_128(code, "LDG") == SPAN_BLOCK // THREADS * source.itemsize // 16
     assert not spills(code)
-    given = -(-code.registers // 8) * 8  # a thread gets eights of a multiprocessor's 65536
-    assert PROGRAMS // 132 * THREADS * given <= 65536 or arch == 80  # all run at once
-    # A thread's sums meet those of others once, and so do all programs': none waits in the loop.
-    # And up to 8 for who waits for the programs [3 or 8 by Triton 3.6 and 3.7, none by 3.9].
+    # registers are allocated in eights, from a multiprocessor's 65536
+    given = -(-code.registers // 8) * 8
+    # all programs are resident at once
+    assert PROGRAMS // 132 * THREADS * given <= 65536 or arch == 80
+    # Threads' sums are combined once, as are the programs': no shuffles inside the loop. Up to 8
+    # more are for waiting for the other programs [3 or 8 in Triton 3.6 and 3.7, none in 3.9].
     assert 0 <= len(re.findall(r"\bshfl\.sync", code.ptx)) - 2 * 2 * (5 + 3) <= 8
     assert ".ftz" not in code.ptx
-    # What a program says is its message and the flag of it: nothing has to be ordered.
+    # A program's result and its flag are one 64-bit message, so no fence is needed.
     assert re.findall(r"\batom\.\S+", code.ptx) == ["atom.global.gpu.relaxed.exch.b64"]
     assert "ld.volatile.global" in code.ptx
     assert not re.search(r"\b(?:membar|fence)\b", code.ptx)
 
 
 @pytest.mark.parametrize(
-    ("arch", "source", "target"), by_turns((F32, F32), (BF16, F32), (BF16, BF16))
+    ("arch", "source", "target"), each_arch_and_row((F32, F32), (BF16, F32), (BF16, BF16))
 )
 def test_unscale(source: torch.dtype, target: torch.dtype, arch: int, tmp_path: Path) -> None:
     arguments = {
@@ -219,7 +226,7 @@ def test_unscale(source: torch.dtype, target: torch.dtype, arch: int, tmp_path: 
     assert width(code, "STG") == {32, 128}  # 32: the flag
     assert not spills(code)
     assert ".ftz" not in code.ptx
-    # No thread waits for another, unless `out` is dealt to them in other runs than `x`.
+    # Threads do not wait for one another, unless `out` is distributed to them differently from `x`.
     assert not re.findall(r"\b(?:bar|shfl)\.sync", code.ptx) or source.itemsize != target.itemsize
 
 
@@ -235,8 +242,9 @@ def test_stochastic_round(arch: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHES)
-def test_an_odd_length_would_lose_wide_accesses(arch: int, tmp_path: Path) -> None:
-    """See Note [16-byte accesses]: why launchers cut one in two. The check can fail."""
+def test_odd_lengths_would_lose_wide_accesses(arch: int, tmp_path: Path) -> None:
+    """See Note [16-byte accesses], why launchers split such lengths. Shows that the checks can
+    fail."""
     arguments = dict.fromkeys(("parts", "own", "out"), "*fp32") | {"elems": "i32", "stride": "i32"}
     constants = {"RANKS": 2, "AT": 2, "WIDE": F32, "BLOCK": FOLD_BLOCK}
     code = compiled(fold_kernel, arch, tmp_path, arguments, constants, odd=("elems",))

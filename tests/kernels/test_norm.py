@@ -1,4 +1,4 @@
-"""squared_norm: against exact sums, by reference and kernel, within the bound of its docstring."""
+"""squared_norm: every implementation is within its docstring's error bound of the exact sum."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from ringdp.kernels.norm import (
 )
 from ringdp.kernels.precision import FLOATS
 from ringdp.kernels.spans import BLOCK
-from tests.kernels.inputs import LENGTHS, some, there
+from tests.kernels.inputs import LENGTHS, copy_to_gpu, random_floats
 
 U = 2.0**-53
-WAYS = (squared_norm_cpp, squared_norm_torch, squared_norm_triton)
+IMPLEMENTATIONS = (squared_norm_cpp, squared_norm_torch, squared_norm_triton)
 
 
 def exact(tensors: list[torch.Tensor]) -> float:
@@ -30,67 +30,71 @@ def exact(tensors: list[torch.Tensor]) -> float:
 
 
 def bound(tensors: list[torch.Tensor], value: float) -> float:
-    """γ(n − 1) of the sum of positive terms, and half an ulp of `exact`. A square of float64 is
-    rounded too, once there and once in `exact`."""
+    """γ(n − 1) for a sum of non-negative terms, and half an ulp for `exact`. A float64's square is
+    rounded too, once by the kernel and once in `exact`."""
     k = (sum(x.numel() for x in tensors) + 2) * U
     return k / (1 - k) * value + U * value
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_reference_and_kernel_against_exact(interpreted: None, dtype: torch.dtype) -> None:
+def test_all_implementations_are_within_the_error_bound(
+    interpreted: None, dtype: torch.dtype
+) -> None:
     tensors = [
-        some(4096 + 100, dtype),
-        some(4096, dtype, skip=1),
-        some(4000, dtype).view(40, 100)[::3, ::2],
-        some(0, dtype),
-        some(1, dtype).squeeze(0),
+        random_floats(4096 + 100, dtype),
+        random_floats(4096, dtype, skip=1),
+        random_floats(4000, dtype).view(40, 100)[::3, ::2],
+        random_floats(0, dtype),
+        random_floats(1, dtype).squeeze(0),
     ]
     want = exact(tensors)
-    for run in WAYS:
+    for run in IMPLEMENTATIONS:
         got = run(tensors)
         assert (got.dtype, got.shape) == (torch.float64, ())
         assert abs(got.item() - want) <= bound(tensors, want)
 
 
 @pytest.mark.parametrize("elems", LENGTHS)
-def test_lengths(interpreted: None, elems: int) -> None:
-    x = [some(elems, torch.float32)]
+def test_all_lengths_are_within_the_error_bound(interpreted: None, elems: int) -> None:
+    x = [random_floats(elems, torch.float32)]
     want = exact(x)
-    for run in WAYS:
+    for run in IMPLEMENTATIONS:
         assert abs(run(x).item() - want) <= bound(x, want)
 
 
 @pytest.mark.parametrize("count", [0, 1, 500])
-def test_number_of_tensors(interpreted: None, count: int) -> None:
+def test_sums_over_0_1_and_500_tensors_are_exact(interpreted: None, count: int) -> None:
     tensors = [torch.full((3,), float(i)) for i in range(count)]
-    for run in WAYS:
-        assert run(tensors).item() == 3 * sum(i * i for i in range(count))  # whole numbers: exact
+    for run in IMPLEMENTATIONS:
+        # sums of small integers are exact
+        assert run(tensors).item() == 3 * sum(i * i for i in range(count))
 
 
-def test_a_square_is_exact_and_does_not_overflow(interpreted: None) -> None:
+def test_squares_are_exact_and_do_not_overflow(interpreted: None) -> None:
     info = torch.finfo(torch.float32)
     for value in (info.max, info.smallest_normal * info.eps, 1 + info.eps):
         x = torch.full((1,), value, dtype=torch.float32)
         square = Fraction(x.item()) ** 2
-        for run in WAYS:
+        for run in IMPLEMENTATIONS:
             assert Fraction(run([x]).item()) == square
 
 
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
-def test_says_that_something_is_not_finite(interpreted: None, value: float) -> None:
+def test_inf_and_nan_give_a_nonfinite_norm(interpreted: None, value: float) -> None:
     x = torch.ones(5000)
     x[4999] = value
-    for run in WAYS:
+    for run in IMPLEMENTATIONS:
         assert not math.isfinite(run([torch.ones(5), x]).item())
 
 
-def test_bits_of_cpp_are_those_of_the_lengths_alone() -> None:
-    """On any number of threads and at any address: by parts of 65536, in 32 sums each."""
-    x = some(5 * 65536 + 77, torch.float32, skip=1)
+def test_bits_of_cpp_depend_on_lengths_only() -> None:
+    """The sum depends on lengths only: parts of 65536, each in 32 partial sums, whatever the number
+    of threads or the address."""
+    x = random_floats(5 * 65536 + 77, torch.float32, skip=1)
     want = 0.0
     for part in x.double().square().split(65536):
         padded = torch.nn.functional.pad(part, (0, -len(part) % 32)).view(-1, 32)
-        sums = padded.cumsum(0)[-1]  # one by one
+        sums = padded.cumsum(0)[-1]  # adds row by row
         while len(sums) > 1:
             sums = sums[: len(sums) // 2] + sums[len(sums) // 2 :]
         want += sums.item()
@@ -104,7 +108,7 @@ def test_bits_of_cpp_are_those_of_the_lengths_alone() -> None:
         torch.set_num_threads(before)
 
 
-def test_programs_share_the_chunks_and_the_last_one_leaves_the_scratch_as_it_was(
+def test_any_number_of_programs_gives_the_sum_and_resets_the_scratch(
     interpreted: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = sys.modules[squared_norm_triton.__module__]
@@ -118,14 +122,14 @@ def test_programs_share_the_chunks_and_the_last_one_leaves_the_scratch_as_it_was
             assert (scratch == -1).all()
 
 
-def test_mixed_dtypes(interpreted: None) -> None:
+def test_mixed_dtypes_are_accepted(interpreted: None) -> None:
     tensors = [torch.full((5,), 2.0, dtype=dtype) for dtype in FLOATS]
     assert squared_norm(tensors).item() == 80
     assert squared_norm_triton(tensors).item() == 80
 
 
-def test_refuses() -> None:
-    for run in WAYS:
+def test_wrong_dtypes_and_devices_are_refused() -> None:
+    for run in IMPLEMENTATIONS:
         with pytest.raises(ValueError, match=r"tensor 1 is torch\.int32"):
             run([torch.ones(2), torch.ones(2).int()])
         with pytest.raises(ValueError, match="one device"):
@@ -135,9 +139,9 @@ def test_refuses() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_gpu_against_exact(dtype: torch.dtype) -> None:
-    tensors = [some(elems, dtype, skip=elems % 2) for elems in LENGTHS]
-    want, copies = exact(tensors), [there(x) for x in tensors]
+def test_gpu_is_within_the_error_bound(dtype: torch.dtype) -> None:
+    tensors = [random_floats(elems, dtype, skip=elems % 2) for elems in LENGTHS]
+    want, copies = exact(tensors), [copy_to_gpu(x) for x in tensors]
     first = squared_norm(copies)
     assert abs(first.item() - want) <= bound(tensors, want)
     assert squared_norm(copies).item() == first.item()
@@ -145,7 +149,7 @@ def test_gpu_against_exact(dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_gpu_on_several_streams() -> None:
+def test_concurrent_streams_do_not_share_scratch() -> None:
     elems = 2 * PROGRAMS * BLOCK + 5  # several chunks for each program
     ones = torch.ones(elems, device="cuda")
     streams = [torch.cuda.Stream() for _ in range(3)]

@@ -1,4 +1,4 @@
-"""What only a GPU shows of several kernels: lengths past 2^31, and CUDA graphs."""
+"""What only a GPU shows for several kernels: lengths beyond 2^31, and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-LONG = (1 << 31) + 4096 + 17  # two launches, and a last element whose number has 32 bits
+LONG = (1 << 31) + 4096 + 17  # two launches; the last element's index has 32 bits
 
 
 @pytest.fixture(autouse=True)
-def gives_memory_back() -> None:
-    """Each test has gigabytes, and others run beside it."""
+def free_cached_memory() -> None:
+    """Each test takes gigabytes of the GPU's memory, and other tests run at the same time."""
     torch.cuda.empty_cache()
 
 
@@ -40,7 +40,7 @@ def test_unscale_past_32_bits() -> None:
 
 
 def test_stochastic_round_past_32_bits() -> None:
-    """The last elements as by themselves, with their place in the whole."""
+    """The last elements are those of a call with only these and their offset."""
     x = torch.full((LONG,), 1 + 2.0**-8, device="cuda")
     out = torch.empty(LONG, dtype=torch.bfloat16, device="cuda")
     stochastic_round(x, out, seed=1, offset=1 << 31)
@@ -58,7 +58,7 @@ def test_flatten_past_32_bits() -> None:
     assert out[-1] == 0
 
 
-def test_graphs_repeat_what_they_may_hold() -> None:
+def test_a_captured_graph_can_be_replayed() -> None:
     parts, out = torch.ones(3, 5000, device="cuda"), torch.zeros(5000, device="cuda")
     found = torch.zeros(1, device="cuda")
 

@@ -1,7 +1,7 @@
-"""What Triton compiles of the kernels for sm_90 gives the references' bits: see `ptx`.
+"""The code that Triton compiles for sm_90 gives the references' bits, executed by `ptx`.
 
-Lengths and addresses are such that every way through a kernel is taken; every launch is repeated as
-`jit` repeats it. These are the tests on a GPU, on fewer cases.
+Lengths and addresses take every path through a kernel, and every launch is repeated from the cache
+of `jit`. These are the GPU tests on fewer cases.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ringdp.kernels.stochastic import keys, stochastic_round_torch, stochastic_r
 from ringdp.kernels.unflatten import unflatten_torch, unflatten_triton
 from ringdp.kernels.unscale import unscale_torch, unscale_triton
 from tests.kernels.executed import execute
-from tests.kernels.inputs import LENGTHS, same_bits, some
+from tests.kernels.inputs import LENGTHS, random_floats, same_bits
 from tests.kernels.test_adamw import FACTORS, State, random_state, same_numbers
 from tests.kernels.test_fold import random_parts
 
@@ -38,14 +38,14 @@ pytestmark = pytest.mark.usefixtures("executed")
 
 
 def same_but_nan(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whose bits IEEE leaves open."""
+    """Equal bits, except for the payload of nans, which IEEE leaves open."""
     return same_bits(*(x.where(~x.isnan(), torch.nan) for x in (a, b)))
 
 
 @pytest.mark.parametrize("elems", SHORT)
 @pytest.mark.parametrize(("source", "target"), [*PAIRS, (torch.int8, torch.int8)])
 def test_fold(source: torch.dtype, target: torch.dtype, elems: int) -> None:
-    """Of two ranks too, whose sum in float32 the compiler may make one in 16 bits."""
+    """Also of two ranks, where the compiler might contract the float32 sum into one of 16 bits."""
     wide = target if source == target == torch.int8 else wide_dtype(source, target)
     for ranks, at in ((2, None), (6, None), (6, 0), (6, 5)):
         parts, want = random_parts(ranks, elems, source), torch.empty(elems, dtype=target)
@@ -60,10 +60,10 @@ def test_fold(source: torch.dtype, target: torch.dtype, elems: int) -> None:
 
 @pytest.mark.parametrize("skip", [0, 1])
 @pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_flatten_and_back(source: torch.dtype, target: torch.dtype, skip: int) -> None:
-    """All lengths in one launch, with a gap behind each, from places that are aligned or not."""
+def test_flatten_and_unflatten(source: torch.dtype, target: torch.dtype, skip: int) -> None:
+    """All lengths in one launch, with gaps between them, at aligned and unaligned addresses."""
     sizes = [*(n for n in LENGTHS if n < 5000), 18, 48, 4096 + 16]
-    tensors = [some(n, source, skip=skip * (n % 2), special=n > 15) for n in sizes]
+    tensors = [random_floats(n, source, skip=skip * (n % 2), special=n > 15) for n in sizes]
     offsets = [16 + sum(sizes[:i]) + 16 * i for i in range(len(sizes))]
     got, want = (torch.full((sum(sizes) + 200,), torch.nan, dtype=target) for _ in range(2))
     back, wanted = ([torch.empty_like(x) for x in tensors] for _ in range(2))
@@ -80,7 +80,7 @@ def test_flatten_and_back(source: torch.dtype, target: torch.dtype, skip: int) -
 @pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_unscale(source: torch.dtype, target: torch.dtype, elems: int) -> None:
     for special in (False, True) if elems > 15 else (False,):
-        x = some(elems, source, skip=elems % 2, special=special)
+        x = random_floats(elems, source, skip=elems % 2, special=special)
         got, want = (torch.empty(elems, dtype=target) for _ in range(2))
         found, flag = torch.zeros(1), torch.zeros(1)
         for scale in (0.1, 0.2):
@@ -93,7 +93,7 @@ def test_unscale(source: torch.dtype, target: torch.dtype, elems: int) -> None:
 @pytest.mark.parametrize("elems", SHORT)
 def test_stochastic_round(elems: int) -> None:
     for skip, offset in ((0, 2**40 + 3), (1, 2**32 - 20)):
-        x = some(elems, F32, skip=skip, special=elems > 15)
+        x = random_floats(elems, F32, skip=skip, special=elems > 15)
         got, want = (torch.empty(elems, dtype=BF16) for _ in range(2))
         for seed in (3, 4):
             stochastic_round_torch(x, want, keys(seed), offset)
@@ -107,7 +107,7 @@ def test_adamw(elems: int, dtype: torch.dtype | None) -> None:
     for skip in (0, 1):
         start = random_state(elems + skip)
         if elems > 51:
-            start.grad[skip : skip + 51] = some(51, F32, special=True)
+            start.grad[skip : skip + 51] = random_floats(51, F32, special=True)
         got, want = (State(*(x.clone() for x in start)).part(skip, elems + skip) for _ in range(2))
         copies = [None if dtype is None else torch.empty(elems, dtype=dtype) for _ in range(2)]
         for _ in range(2):
@@ -119,15 +119,16 @@ def test_adamw(elems: int, dtype: torch.dtype | None) -> None:
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_squared_norm(dtype: torch.dtype) -> None:
-    """Of ones, so it is exact: by one program, and by all, of which some have two chunks."""
+    """Sums of ones are exact: by one program, and by all, some of which have two chunks."""
     for elems in (1, BLOCK - 1, BLOCK * (PROGRAMS + 1) + 5):
         x = torch.ones(elems + 1, dtype=dtype)[1:]
         for _ in range(2):
             assert squared_norm_triton([x, x[:7]]).item() == elems + len(x[:7])
 
 
-def test_what_is_believed_and_wrong_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Triton's interpreter would not."""
+def test_ptx_detects_wrong_hints_and_stray_accesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong alignment hints and accesses outside tensors, which Triton's interpreter ignores, are
+    found."""
 
     def misled(x: tl.tensor, out: tl.tensor, BLOCK: tl.constexpr) -> None:  # noqa: N803
         lane = tl.arange(0, BLOCK)

@@ -1,4 +1,4 @@
-"""A call whose tensors lie as those of an earlier one: the same launch, and the same refusals."""
+"""A call whose tensors lie where an earlier call's did: it repeats the launch and the refusals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ringdp.kernels.norm import squared_norm_triton
 from ringdp.kernels.repeats import Repeats, key, seen
 from tests.kernels.conftest import KERNELS
 from tests.kernels.dispatch import Dispatch
-from tests.kernels.inputs import Elsewhere
+from tests.kernels.inputs import OnSecondGpu
 
 ELEMS = 4096
 FLAT, GRAD, AVG, AVG_SQ = torch.zeros(4, ELEMS)
@@ -28,9 +28,9 @@ step = partial(adamw, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
 
 class Call(NamedTuple):
     module: str
-    call: Callable[[Any], object]  # with some value
+    call: Callable[[Any], object]  # takes one of the values
     values: tuple[Any, Any]
-    wrong: tuple[Any, ...]  # that are refused
+    wrong: tuple[Any, ...]  # values that are refused
 
 
 CALLS = {
@@ -66,12 +66,12 @@ CALLS = {
         (-1e39,),
     ),
 }
-OF_ALL = pytest.mark.parametrize("name", CALLS)
+for_every_kernel = pytest.mark.parametrize("name", CALLS)
 
 
 @pytest.fixture
-def memories(monkeypatch: pytest.MonkeyPatch) -> list[Repeats]:
-    """Those of all functions, empty; and all tensors pass for CUDA's."""
+def caches(monkeypatch: pytest.MonkeyPatch) -> list[Repeats]:
+    """Empty caches of all kernels; all tensors pass for CUDA tensors."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     modules = {call.module for call in CALLS.values()} - {"copying"} | {"flatten", "unflatten"}
     made = [Repeats() for _ in modules | {"norm"}]
@@ -80,38 +80,38 @@ def memories(monkeypatch: pytest.MonkeyPatch) -> list[Repeats]:
     return made
 
 
-def over(dispatch: Dispatch, module: str) -> None:
+def replace_kernel(dispatch: Dispatch, module: str) -> None:
     module = f"ringdp.kernels.{module}"
     (kernel,) = (x for x in KERNELS if x.fn.__module__ == module)
-    dispatch.over(kernel, module)
+    dispatch.replace_kernel(kernel, module)
 
 
-@OF_ALL
-def test_a_second_call_launches_what_the_first_did(
-    dispatch: Dispatch, memories: list[Repeats], monkeypatch: pytest.MonkeyPatch, name: str
+@for_every_kernel
+def test_a_repeated_call_makes_the_same_launch(
+    dispatch: Dispatch, caches: list[Repeats], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     module, call, (first, second), _ = CALLS[name]
-    over(dispatch, module)
+    replace_kernel(dispatch, module)
     call(first)  # by Triton
-    for memory in memories:
+    for memory in caches:
         memory.__init__()  # type: ignore[misc]
-    call(second)  # worked out
+    call(second)  # prepared anew
     monkeypatch.setattr(Kernel, "launch", None)
     call(second)
     call(first)
     _, worked_out, again, other = dispatch.launched
-    if "flatten" in name:  # by a table of its own
+    if "flatten" in name:  # each has its own table of chunks
         worked_out, again, other = (x[:1] + x[2:] for x in (worked_out, again, other))
     assert again == worked_out
     assert (other == again) == (first == second)
 
 
-@OF_ALL
-def test_what_was_launched_once_is_refused_as_before(
-    dispatch: Dispatch, memories: list[Repeats], name: str
+@for_every_kernel
+def test_repeated_calls_refuse_wrong_values(
+    dispatch: Dispatch, caches: list[Repeats], name: str
 ) -> None:
     module, call, (value, _), wrong = CALLS[name]
-    over(dispatch, module)
+    replace_kernel(dispatch, module)
     for _ in range(2):
         call(value)
     for bad in wrong:
@@ -121,7 +121,7 @@ def test_what_was_launched_once_is_refused_as_before(
 
 
 def refused() -> Iterator[tuple[Callable[[], object], Callable[[], object]]]:
-    """A call, and one that must not pass for it: where it lies is the same."""
+    """Pairs of a valid call and an invalid one with tensors at the same addresses."""
     square, row = PARTS[0].view(64, 64), FLAT[:64]
     yield partial(fold, square[:4], row), partial(fold, square.view(32, 128)[:2], row)
     yield partial(fold, square[:4], row), partial(fold, square.t()[:4], row)
@@ -141,22 +141,22 @@ def refused() -> Iterator[tuple[Callable[[], object], Callable[[], object]]]:
 
 
 @pytest.mark.parametrize(("call", "wrong"), list(refused()))
-def test_tensors_that_were_never_checked_are(
+def test_other_tensors_at_the_same_addresses_are_checked(
     dispatch: Dispatch,
-    memories: list[Repeats],
+    caches: list[Repeats],
     call: Callable[[], object],
     wrong: Callable[[], object],
 ) -> None:
     for module in ("fold", "unscale", "stochastic", "adamw", "copying"):
-        over(dispatch, module)
+        replace_kernel(dispatch, module)
     for _ in range(2):
         call()
     with pytest.raises(ValueError, match=r"."):
         wrong()
 
 
-def test_a_norm_is_another_tensor_each_time(dispatch: Dispatch, memories: list[Repeats]) -> None:
-    over(dispatch, "norm")
+def test_repeated_norms_return_new_tensors(dispatch: Dispatch, caches: list[Repeats]) -> None:
+    replace_kernel(dispatch, "norm")
     totals = [squared_norm_triton(LIST) for _ in range(3)]
     places = [x.data_ptr() for x in totals]
     assert len(set(places)) == 3
@@ -164,51 +164,53 @@ def test_a_norm_is_another_tensor_each_time(dispatch: Dispatch, memories: list[R
     mixed = [*LIST, HALF]
     for _ in range(2):
         squared_norm_triton(mixed)
-    assert dispatch.asked == 2
+    assert dispatch.requested == 2
     assert len(dispatch.launched) == 7
 
 
-def test_tables_live_as_long_as_what_reads_them(
-    dispatch: Dispatch, memories: list[Repeats]
+def test_repeated_launches_keep_their_chunk_tables_alive(
+    dispatch: Dispatch, caches: list[Repeats]
 ) -> None:
-    over(dispatch, "copying")
-    over(dispatch, "norm")
+    replace_kernel(dispatch, "copying")
+    replace_kernel(dispatch, "norm")
     for _ in range(2):
         flatten(LIST, FLAT, offsets=PLACES)
         unflatten(FLAT, LIST, offsets=PLACES)
         squared_norm_triton(LIST)
-    held = {x.data_ptr() for memory in memories for _, kept in memory._kept.values() for x in kept}
+    held = {x.data_ptr() for memory in caches for _, kept in memory._kept.values() for x in kept}
     assert {launched[1] for launched in dispatch.launched[3:]} == held
 
 
-def test_the_pieces_of_an_odd_length(dispatch: Dispatch, memories: list[Repeats]) -> None:
-    """Two launches, each with an offset of its own where they round at random."""
+def test_repeated_calls_of_odd_length_make_two_launches(
+    dispatch: Dispatch, caches: list[Repeats]
+) -> None:
+    """An odd length takes two launches; where they round at random, each has its own offset."""
     for module in ("fold", "stochastic"):
-        over(dispatch, module)
+        replace_kernel(dispatch, module)
     odd = ELEMS - 1
     for _ in range(3):
         fold(PARTS[:, :odd], FLAT[:odd])
         stochastic_round(FLAT[:odd], HALF[:odd], seed=1, offset=100)
-    where = (4, 4, 3, 3) * 3  # behind the grid and the tensors
+    where = (4, 4, 3, 3) * 3  # index of the length, behind the grid and the tensors
     grids = [launched[i : i + 2] for i, launched in zip(where, dispatch.launched, strict=True)]
     assert (
         grids == [(ELEMS - 16, ELEMS), (15, ELEMS), (ELEMS - 16, 100), (15, 100 + ELEMS - 16)] * 3
     )
 
 
-def test_places_with_two_upper_halves_are_two_launches(
-    dispatch: Dispatch, memories: list[Repeats]
+def test_offsets_across_2_to_the_32_make_two_launches(
+    dispatch: Dispatch, caches: list[Repeats]
 ) -> None:
-    over(dispatch, "stochastic")
+    replace_kernel(dispatch, "stochastic")
     half = 1 << 32
     for offset in (5, half - 16, half - 16, 2 * half + 5):
         stochastic_round(FLAT, HALF, seed=1, offset=offset)
     across = [(16, half - 16), (ELEMS - 16, 0)]
     assert [x[3:5] for x in dispatch.launched] == [(ELEMS, 5), *across, *across, (ELEMS, 5)]
-    assert len({x[5] for x in dispatch.launched}) == 3  # keys
+    assert len({x[5] for x in dispatch.launched}) == 3  # one key per upper half
 
 
-def test_a_key_is_of_all_that_is_asked_of_tensors() -> None:
+def test_keys_differ_in_all_that_a_launch_depends_on() -> None:
     flat = torch.zeros(64)
     parts = [flat[:16].view(4, 4), torch.nn.Parameter(flat[16:32]), flat[32:32]]
     places = [0, 16, 32]
@@ -228,30 +230,30 @@ def test_a_key_is_of_all_that_is_asked_of_tensors() -> None:
         assert len({ask(parts, places), None, *(ask(*other) for other in others)}) == 10
 
 
-def test_what_is_not_seen_at_once_is_asked() -> None:
+def test_tensors_without_a_fast_key_get_a_slow_one() -> None:
     flat = torch.zeros(64)
-    slow = [[flat.as_subclass(Elsewhere)], [flat.cfloat()], [None]]
+    slow = [[flat.as_subclass(OnSecondGpu)], [flat.cfloat()], [None]]
     assert {seen(x, None) for x in slow} == {None}  # type: ignore[arg-type]
     assert seen([flat], [1 << 70]) is None
     complex_ = [flat.cfloat()]
     assert key(complex_) == key(complex_) != key([complex_[0][1:]])
 
 
-def test_no_key_on_another_device_nor_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    there, current, stream, capturing = torch.zeros(4).as_subclass(Elsewhere), [1], [5], [False]
+def test_there_is_no_key_on_another_device_or_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    there, current, stream, capturing = torch.zeros(4).as_subclass(OnSecondGpu), [1], [5], [False]
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     monkeypatch.setattr(repeats, "raw_stream", lambda device: stream[0])
     assert key([there]) is not None
     capturing[0] = True
     assert key([there]) is None
-    stream[0] = 0  # nothing is captured on the default stream
+    stream[0] = 0  # the default stream is never captured
     assert key([there]) is not None
     current[0] = 0
     assert key([there]) is None
 
 
-def test_a_launch_on_another_device_is_not_kept() -> None:
+def test_launches_on_another_device_are_not_kept() -> None:
     launch, memory = Launch(print, (), ()), Repeats()
     for launches in ([None], [launch, None]):
         memory.keep((1,), launches)
@@ -260,7 +262,7 @@ def test_a_launch_on_another_device_is_not_kept() -> None:
     assert not memory.again(None)
 
 
-def test_calls_are_kept_up_to_a_number_and_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_calls_are_limited_in_number_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = Repeats()
 
     def kept() -> list[int]:
@@ -281,7 +283,8 @@ def test_calls_are_kept_up_to_a_number_and_a_size(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.fn.__name__)
 def test_unspecialized_arguments_are_the_last(kernel: Kernel) -> None:
-    """A repetition puts other values between those before them and the constants."""
+    """A repeated launch replaces values by their position: after all others and before the
+    constants."""
     kinds = {name: str(x.annotation) for name, x in signature(kernel.fn).parameters.items()}
     arguments = [name for name, kind in kinds.items() if kind != "tl.constexpr"]
     last = arguments[len(arguments) - len(kernel.unspecialized) :]

@@ -1,4 +1,4 @@
-"""unflatten: flatten undone, the kernel against the reference bit for bit, and what it refuses."""
+"""unflatten: the inverse of flatten, the kernel equals the reference, and what is refused."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import torch
 
 from ringdp.kernels import flatten, unflatten
 from ringdp.kernels.unflatten import unflatten_torch, unflatten_triton
-from tests.kernels.inputs import LENGTHS, PAIRS, same_bits, some
+from tests.kernels.inputs import LENGTHS, PAIRS, random_floats, same_bits
 
-TENTH = float(torch.tensor(0.1))  # the interpreter takes floats for float32
-# The interpreter computes with numpy, which warns of what it is meant to do here.
+TENTH = float(torch.tensor(0.1))  # the interpreter passes floats as float32
+# The interpreter computes with numpy, which warns of overflows that the tests cause on purpose.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
 
 
 def targets(dtype: torch.dtype, device: str = "cpu") -> tuple[list[torch.Tensor], list[int], int]:
-    """Full chunks, tails, an odd address, strides, nothing, 0-d; and where each lies."""
+    """Targets for every path: full chunk, tail, odd address, strides, empty, 0-d; and their
+    offsets."""
     tensors = [
         torch.empty(4096 + 16, dtype=dtype, device=device),
         torch.empty(4097, dtype=dtype, device=device)[1:],
@@ -33,10 +34,10 @@ def targets(dtype: torch.dtype, device: str = "cpu") -> tuple[list[torch.Tensor]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_undoes_flatten(dtype: torch.dtype) -> None:
+def test_unflatten_is_the_inverse_of_flatten(dtype: torch.dtype) -> None:
     tensors, offsets, elems = targets(dtype)
     for i, x in enumerate(tensors):
-        x.copy_(some(x.numel(), dtype).view(x.shape) + i)
+        x.copy_(random_floats(x.numel(), dtype).view(x.shape) + i)
     flat = torch.empty(elems, dtype=dtype)
     flatten(tensors, flat, offsets=offsets)
     back = [torch.full_like(x, torch.nan) for x in tensors]
@@ -46,10 +47,10 @@ def test_undoes_flatten(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("scale", [1.0, -0.375])
 @pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_each_element_is_rounded_as_flatten_does(
+def test_elements_are_rounded_as_by_flatten(
     source: torch.dtype, target: torch.dtype, scale: float
 ) -> None:
-    flat, got = some(100, source, special=True), torch.empty(100, dtype=target)
+    flat, got = random_floats(100, source, special=True), torch.empty(100, dtype=target)
     unflatten(flat, [got], scale=scale, offsets=[0])
     want = torch.empty(100, dtype=target)
     flatten([flat], want, scale=scale, offsets=[0])
@@ -62,17 +63,17 @@ def test_kernel_equals_reference(
 ) -> None:
     got, offsets, elems = targets(target)
     want, _, _ = targets(target)
-    flat = some(elems, source)
+    flat = random_floats(elems, source)
     unflatten_torch(flat, want, TENTH, offsets)
     unflatten_triton(flat, got, TENTH, offsets)
     assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
 
 
 @pytest.mark.parametrize("skip", [0, 1])
-def test_lengths(interpreted: None, skip: int) -> None:
-    """All in one launch, from an aligned buffer and from one that is not."""
+def test_kernel_equals_reference_for_all_lengths(interpreted: None, skip: int) -> None:
+    """All lengths in one launch, from an aligned and an unaligned buffer."""
     offsets = [sum(LENGTHS[:i]) for i in range(len(LENGTHS))]
-    flat = some(sum(LENGTHS), torch.float32, skip=skip, special=True)
+    flat = random_floats(sum(LENGTHS), torch.float32, skip=skip, special=True)
     got, want = ([torch.empty(n, dtype=torch.bfloat16) for n in LENGTHS] for _ in range(2))
     unflatten_torch(flat, want, 0.5, offsets)
     unflatten_triton(flat, got, 0.5, offsets)
@@ -80,14 +81,14 @@ def test_lengths(interpreted: None, skip: int) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 500])
-def test_number_of_tensors(interpreted: None, count: int) -> None:
-    flat = some(count * 5, torch.float32)
+def test_kernel_takes_1_or_500_tensors(interpreted: None, count: int) -> None:
+    flat = random_floats(count * 5, torch.float32)
     got = [torch.empty(3) for _ in range(count)]
     unflatten_triton(flat, got, 1.0, [5 * i for i in range(count)])
     assert same_bits(torch.stack(got), flat.view(count, 5)[:, :3].contiguous())
 
 
-def test_mixed_dtypes_none_and_leaves(interpreted: None) -> None:
+def test_mixed_dtypes_no_tensors_and_leaves_are_accepted(interpreted: None) -> None:
     flat = torch.arange(8.0)
     for run in (unflatten_torch, unflatten_triton):
         a, b = torch.zeros(3), torch.zeros(2, dtype=torch.bfloat16)
@@ -113,7 +114,7 @@ def test_mixed_dtypes_none_and_leaves(interpreted: None) -> None:
         (torch.empty(8), torch.ones(4, device="meta"), 0, 1.0, "meta"),
     ],
 )
-def test_refuses(
+def test_wrong_arguments_are_refused(
     flat: torch.Tensor, tensor: torch.Tensor, offset: int, scale: float, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -128,9 +129,9 @@ def test_refuses(
 def test_gpu_equals_cpu(source: torch.dtype, target: torch.dtype) -> None:
     want, offsets, elems = targets(target)
     got, _, _ = targets(target, "cuda")
-    flat = some(elems, source)
+    flat = random_floats(elems, source)
     there = flat.cuda()
-    for scale in (0.1, 0.2):  # the second time as the first was launched
+    for scale in (0.1, 0.2):  # the second call repeats the first's launch
         unflatten(flat, want, scale=scale, offsets=offsets)
         unflatten(there, got, scale=scale, offsets=offsets)
         assert all(torch.equal(a, b.cpu()) for a, b in zip(want, got, strict=True))

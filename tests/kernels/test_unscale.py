@@ -1,4 +1,5 @@
-"""unscale: its rounding is flatten's, its flag torch.isfinite's, its kernel the reference's."""
+"""unscale: rounds as flatten, flags what torch.isfinite does, and the kernel equals the
+reference."""
 
 from __future__ import annotations
 
@@ -7,17 +8,19 @@ import torch
 
 from ringdp.kernels import flatten, unscale
 from ringdp.kernels.unscale import CACHED, unscale_torch, unscale_triton
-from tests.kernels.inputs import LENGTHS, PAIRS, same_bits, some, there
+from tests.kernels.inputs import LENGTHS, PAIRS, copy_to_gpu, random_floats, same_bits
 
-TENTH = float(torch.tensor(0.1))  # the interpreter takes floats for float32
-# The interpreter computes with numpy, which warns of what it is meant to do here.
+TENTH = float(torch.tensor(0.1))  # the interpreter passes floats as float32
+# The interpreter computes with numpy, which warns of overflows that the tests cause on purpose.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
 
 
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_reference(source: torch.dtype, target: torch.dtype, special: bool) -> None:
-    x, found = some(1000, source, special=special), torch.zeros(1)
+def test_reference_rounds_as_flatten_and_flags_as_isfinite(
+    source: torch.dtype, target: torch.dtype, special: bool
+) -> None:
+    x, found = random_floats(1000, source, special=special), torch.zeros(1)
     got, want = torch.empty(1000, dtype=target), torch.empty(1000, dtype=target)
     unscale(x, got, found, scale=0.1)
     flatten([x], want, scale=0.1, offsets=[0])
@@ -32,7 +35,7 @@ def test_reference(source: torch.dtype, target: torch.dtype, special: bool) -> N
 def test_kernel_equals_reference(
     interpreted: None, source: torch.dtype, target: torch.dtype, special: bool
 ) -> None:
-    x = some(2500, source, skip=1, special=special)
+    x = random_floats(2500, source, skip=1, special=special)
     got, want = torch.empty(2500, dtype=target), torch.empty(2500, dtype=target)
     flags = torch.zeros(2, 1)
     unscale_torch(x, want, flags[0], TENTH)
@@ -42,9 +45,9 @@ def test_kernel_equals_reference(
 
 
 @pytest.mark.parametrize("elems", LENGTHS)
-def test_lengths(interpreted: None, elems: int) -> None:
-    """A nan in the last place must be found, wherever blocks and launches are cut."""
-    x = some(elems, torch.float32)
+def test_kernel_equals_reference_for_all_lengths(interpreted: None, elems: int) -> None:
+    """A nan in the last element is found, wherever blocks and launches end."""
+    x = random_floats(elems, torch.float32)
     for last in (0.5, torch.nan):
         x[-1:] = last
         got, want = torch.empty(elems), torch.empty(elems)
@@ -56,7 +59,7 @@ def test_lengths(interpreted: None, elems: int) -> None:
 
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
-def test_finds_one_of_many_and_forgets_none(value: float) -> None:
+def test_one_nonfinite_element_sets_the_flag_for_good(value: float) -> None:
     elems = CACHED * torch.get_num_threads() + 100
     x, found = torch.ones(elems), torch.zeros(1)
     for place in (0, elems // 2, elems - 1):
@@ -65,13 +68,13 @@ def test_finds_one_of_many_and_forgets_none(value: float) -> None:
         assert found.item() == 1
         x[place] = 0.0
         unscale(x, x, found, scale=1.0)
-        assert found.item() == 1  # that of an earlier bucket stays
+        assert found.item() == 1  # the flag of an earlier bucket stays set
         found.zero_()
         unscale(x, x, found, scale=1.0)
         assert found.item() == 0
 
 
-def test_an_overflow_of_the_cast_is_found() -> None:
+def test_an_overflow_of_the_cast_sets_the_flag() -> None:
     found = torch.zeros(1)
     unscale(torch.full((3,), 65536.0), torch.empty(3, dtype=torch.float16), found, scale=0.5)
     assert found.item() == 0
@@ -92,7 +95,7 @@ def test_an_overflow_of_the_cast_is_found() -> None:
         (torch.ones(4).double(), torch.ones(4).half(), torch.zeros(1), 1.0, "round twice"),
     ],
 )
-def test_refuses(
+def test_wrong_arguments_are_refused(
     x: torch.Tensor, out: torch.Tensor, found: torch.Tensor, scale: float, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -105,10 +108,10 @@ def test_refuses(
 @pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_gpu_equals_cpu(source: torch.dtype, target: torch.dtype, elems: int) -> None:
     for special in (False, True) if elems > 15 else (False,):
-        x = some(elems, source, skip=elems % 2, special=special)
+        x = random_floats(elems, source, skip=elems % 2, special=special)
         want, flag = torch.empty(elems, dtype=target), torch.zeros(1)
-        copy, got, found = there(x), want.cuda(), flag.cuda()
-        for scale in (0.1, 0.2):  # the second time as the first was launched
+        copy, got, found = copy_to_gpu(x), want.cuda(), flag.cuda()
+        for scale in (0.1, 0.2):  # the second call repeats the first's launch
             unscale(x, want, flag, scale=scale)
             unscale(copy, got, found, scale=scale)
             assert found.item() == flag.item()
