@@ -35,7 +35,7 @@ def joined(store: Store, rank: int, ranks: int, arena: Arena | None = None) -> S
         return ShmTransport(handshake, arena=arena)
 
 
-class Heard(NamedTuple):
+class Caught(NamedTuple):
     """An error as one rank got it; `at` is on the clock that all processes of a host share."""
 
     error: str
@@ -45,7 +45,7 @@ class Heard(NamedTuple):
     again: str  # the error of the next call
 
 
-def hear(comm: Communicator, *calls: Callable[[], object]) -> Heard | None:
+def catch(comm: Communicator, *calls: Callable[[], object]) -> Caught | None:
     """The first error of the calls, in their order."""
     start = time.monotonic()
     try:
@@ -55,7 +55,7 @@ def hear(comm: Communicator, *calls: Callable[[], object]) -> Heard | None:
         now = time.monotonic()
         with pytest.raises(CommunicationError) as again:
             comm.barrier()
-        return Heard(type(e).__name__, str(e), now, now - start, type(again.value).__name__)
+        return Caught(type(e).__name__, str(e), now, now - start, type(again.value).__name__)
     return None
 
 

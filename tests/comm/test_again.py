@@ -21,7 +21,7 @@ from ringdp.comm.guard import Guard
 from ringdp.transport.base import FailureKind
 from ringdp.transport.records import CLOSED, SITE_BYTES, RankRecord
 from ringdp.transport.store.processes import process_state
-from tests.comm.failing import hear
+from tests.comm.failing import catch
 from tests.forks import CALL_TIMEOUT, LIFETIME, Forks, Report, store
 
 pytestmark = pytest.mark.process
@@ -37,7 +37,7 @@ def aborts(comm: Communicator, report: Report) -> None:
                 other.barrier()  # duplicates are given up too
             report(None)
         else:
-            report([hear(comm, comm.barrier), hear(other, other.barrier)])
+            report([catch(comm, comm.barrier), catch(other, other.barrier)])
             comm.abort()
     for _ in range(2):  # again, and again without an abort
         comm = ringdp.init(timeout=CALL_TIMEOUT)
@@ -49,9 +49,9 @@ def aborts(comm: Communicator, report: Report) -> None:
 def test_abort_is_heard_at_once_and_all_come_again(forks: Forks):
     for rank, (code, said) in enumerate(forks(3, aborts)):
         assert code == 0
-        heard, *sums = said
+        caught, *sums = said
         assert sums == [6, 6]
-        for h in heard or ():
+        for h in caught or ():
             assert h.error == h.again == "PeerLost", f"{rank}: {h}"
             assert "; rank 1 has aborted\n" in h.text
 
@@ -68,7 +68,7 @@ def survivors_go_on(comm: Communicator, report: Report) -> None:
     if comm.rank == 1:
         subprocess.Popen([sys.executable, "-c", SUCCESSOR])
         os.kill(os.getpid(), signal.SIGKILL)
-    report(hear(comm, comm.barrier).error)
+    report(catch(comm, comm.barrier).error)
     comm.abort()
     again = ringdp.init(timeout=LIFETIME)  # an interpreter starts, and imports torch
     x = torch.tensor([again.rank + 1])
@@ -105,14 +105,14 @@ def ends_unheard(comm: Communicator, report: Report, occasion: str) -> None:
     while "ended" not in process_state(comm._transport.record(1).pid):
         time.sleep(0.001)
     work.wait()  # it has ended here: that is no occasion
-    report(hear(comm, lambda: OCCASIONS[occasion](comm)))
+    report(catch(comm, lambda: OCCASIONS[occasion](comm)))
 
 
 @pytest.mark.parametrize("occasion", OCCASIONS)
 def test_what_ended_at_its_root_alone_is_told_at_the_next_occasion(forks: Forks, occasion):
-    (_, (heard,)), _ = forks(2, ends_unheard, occasion)
-    assert heard.error == "PeerLost"
-    assert "; rank 1 has ended (" in heard.text
+    (_, (caught,)), _ = forks(2, ends_unheard, occasion)
+    assert caught.error == "PeerLost"
+    assert "; rank 1 has ended (" in caught.text
 
 
 class Left:
@@ -160,20 +160,20 @@ def hears_from_a_third(comm: Communicator, report: Report, call: str) -> None:
     if comm.rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     if comm.rank == 1:
-        report(hear(comm, comm.barrier))
+        report(catch(comm, comm.barrier))
         store().set("told", "")
     else:
         store().wait(["told"])
-        report(hear(comm, lambda: UNWAITED[call](comm)))
+        report(catch(comm, lambda: UNWAITED[call](comm)))
 
 
 @pytest.mark.parametrize("call", UNWAITED)
 def test_what_another_rank_has_found_is_told_by_any_call(forks: Forks, call: str):
     for code, said in forks(3, hears_from_a_third, call)[:2]:
         assert code == 0
-        (heard,) = said
-        assert heard.error == "PeerLost"
-        assert "; rank 2 has ended (" in heard.text
+        (caught,) = said
+        assert caught.error == "PeerLost"
+        assert "; rank 2 has ended (" in caught.text
 
 
 def trains(path: str) -> tuple[int, list[float]]:

@@ -21,7 +21,7 @@ from ringdp.comm.call import named, place
 from ringdp.comm.table import table
 from ringdp.transport.shm.files import SEALS, Address
 from ringdp.transport.shm.watch import Watched, segments
-from tests.comm.failing import hear, joined
+from tests.comm.failing import catch, joined
 from tests.comm.test_late import TIMEOUT
 from tests.forks import CALL_TIMEOUT, Forks, Report, store
 
@@ -172,14 +172,14 @@ def damaged_under_way(comm: Communicator, report: Report, what: str, seed: int) 
     talk.wait(["damaged"])
     report(table(comm._transport))
     ring = partial(comm.all_reduce, torch.ones(9), algorithm="ring", async_op=True)
-    report(hear(comm, lambda: ring().wait(TIMEOUT)))
+    report(catch(comm, lambda: ring().wait(TIMEOUT)))
 
 
 def test_a_failure_of_no_known_kind_is_damage(forks: Forks):
-    for code, (_, heard) in forks(2, damaged_under_way, "failure", 0):
+    for code, (_, caught) in forks(2, damaged_under_way, "failure", 0):
         assert code == 0
-        assert heard.error == heard.again == "CommunicationError"
-        assert "; what the ranks tell one another is damaged\n" in heard.text
+        assert caught.error == caught.again == "CommunicationError"
+        assert "; what the ranks tell one another is damaged\n" in caught.text
 
 
 def damaged_store(comm: Communicator, report: Report) -> None:
@@ -187,22 +187,22 @@ def damaged_store(comm: Communicator, report: Report) -> None:
     comm.barrier()
     if comm.rank == 0:
         comm._transport._store.ask(lambda own: own.set("failed", "77 0 1"))
-    report(hear(comm, lambda: comm.recv(torch.ones(1), 1 - comm.rank)))
+    report(catch(comm, lambda: comm.recv(torch.ones(1), 1 - comm.rank)))
 
 
 def test_a_failure_of_no_known_kind_is_damage_over_gloo_too(forks: Forks):
-    for code, (heard,) in forks(2, damaged_store):
+    for code, (caught,) in forks(2, damaged_store):
         assert code == 0
-        assert heard.error == heard.again == "CommunicationError"
-        assert "; what the ranks tell one another is damaged\n" in heard.text
+        assert caught.error == caught.again == "CommunicationError"
+        assert "; what the ranks tell one another is damaged\n" in caught.text
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_noise_for_messages_is_an_error_on_every_rank(forks: Forks, seed):
     """A mismatch where it looks like a message, a timeout where it does not."""
-    for code, (_, heard) in forks(2, damaged_under_way, "messages", seed):
+    for code, (_, caught) in forks(2, damaged_under_way, "messages", seed):
         assert code == 0
-        assert heard.error == heard.again
+        assert caught.error == caught.again
 
 
 @pytest.mark.parametrize("seed", range(4))

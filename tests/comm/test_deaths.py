@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from ringdp import Communicator, Work
-from tests.comm.failing import Form, forms, hear, matrix, names_its_line, row_of
+from tests.comm.failing import Form, catch, forms, matrix, names_its_line, row_of
 from tests.forks import CALL_TIMEOUT, Forks, Report
 
 pytestmark = pytest.mark.process
@@ -71,9 +71,9 @@ def victim_ends(
             work.wait()
         report(time.monotonic())
         ENDS[how][0]()
-    early = {form: hear(c, partial(begin, form, c)) for form, c in cases}
+    early = {form: catch(c, partial(begin, form, c)) for form, c in cases}
     for form, c in cases:
-        report((form, early[form] or hear(c, works[form].wait, c.barrier)))
+        report((form, early[form] or catch(c, works[form].wait, c.barrier)))
 
 
 @pytest.mark.parametrize(("how", "when", "n", "victim", "turn"), matrix(ENDS))

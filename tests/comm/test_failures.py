@@ -21,7 +21,7 @@ import torch
 
 import ringdp
 from ringdp import CommunicationError, Communicator, PeerLost
-from tests.comm.failing import Heard, fallible, hear, held, leaves_nothing
+from tests.comm.failing import Caught, catch, fallible, held, leaves_nothing
 from tests.ranks import TIMEOUT, on_ranks
 
 pytestmark = pytest.mark.process
@@ -30,22 +30,22 @@ ALLOWED = TIMEOUT / 3  # s: it is no timeout. Takes 0.01 s, unless a busy machin
 
 
 @fallible
-def closes(comm: Communicator) -> Heard | None:
+def closes(comm: Communicator) -> Caught | None:
     if comm.rank == 1:
         comm.close()
         comm.close()
         with pytest.raises(CommunicationError, match="closed"):
             comm.barrier()
         return None
-    return hear(comm, comm.barrier)
+    return catch(comm, comm.barrier)
 
 
 def test_a_rank_that_closes_is_lost_to_the_others(ranks):
-    for heard in ranks(3)(closes):
-        if heard:
-            assert heard.error == heard.again == "PeerLost"
-            assert "rank 1 has ended" in heard.text
-            assert heard.seconds < ALLOWED
+    for caught in ranks(3)(closes):
+        if caught:
+            assert caught.error == caught.again == "PeerLost"
+            assert "rank 1 has ended" in caught.text
+            assert caught.seconds < ALLOWED
 
 
 @fallible

@@ -25,7 +25,7 @@ from ringdp.transport.c10d import wire
 from ringdp.transport.shm import transport as shm
 from ringdp.transport.store import handshake
 from tests import limits
-from tests.comm.failing import hear, joined
+from tests.comm.failing import catch, joined
 from tests.comm.test_deaths import ALLOWED, ENDS
 from tests.forks import CALL_TIMEOUT, Forks, Report, store
 from tests.ranks import on_ranks
@@ -52,7 +52,7 @@ def without_one(comm: Communicator, report: Report, how: str, transport: str, ma
         if comm.rank == 0:
             report(time.monotonic())
             ENDS[how][0]()
-        report(hear(whole, lambda: MAKE[make](whole)))
+        report(catch(whole, lambda: MAKE[make](whole)))
 
 
 @pytest.mark.parametrize("make", MAKE)
@@ -61,11 +61,11 @@ def without_one(comm: Communicator, report: Report, how: str, transport: str, ma
 )
 def test_a_rank_that_ended_before_is_named(forks: Forks, how: str, transport: str, make: str):
     (_, (died,)), *others = forks(3, without_one, how, transport, make)
-    for code, (heard,) in others:
+    for code, (caught,) in others:
         assert code == 0
-        assert heard.error == heard.again == "PeerLost"
-        assert "rank 0 has ended" in heard.text
-        assert heard.at - died < ALLOWED
+        assert caught.error == caught.again == "PeerLost"
+        assert "rank 0 has ended" in caught.text
+        assert caught.at - died < ALLOWED
 
 
 def killed(*_: object, **__: object) -> None:
@@ -115,17 +115,17 @@ def before_it_comes(comm: Communicator, report: Report, transport: str, make: st
     comm.barrier()
     if comm.rank == 0:
         handshake.introduce = killed
-    report(hear(whole, lambda: MAKE[make](whole)))
+    report(catch(whole, lambda: MAKE[make](whole)))
 
 
 @pytest.mark.parametrize("make", MAKE)
 @pytest.mark.parametrize("transport", ["shm", "c10d", "peer-host"])
 def test_a_rank_that_ends_before_it_comes_is_named(forks: Forks, transport: str, make: str):
     _, *others = forks(3, before_it_comes, transport, make)
-    for code, (heard,) in others:
-        assert (code, heard.error) == (0, "PeerLost")
-        assert "waited to make a communicator; rank 0 has ended" in heard.text
-        assert heard.seconds < ALLOWED
+    for code, (caught,) in others:
+        assert (code, caught.error) == (0, "PeerLost")
+        assert "waited to make a communicator; rank 0 has ended" in caught.text
+        assert caught.seconds < ALLOWED
 
 
 @on_ranks(3)
@@ -141,20 +141,20 @@ def test_a_rank_that_is_late_is_waited_for(comm: Communicator) -> None:
 def too_late(comm: Communicator, report: Report) -> None:
     others, talk = (0, 2), store()
     if comm.rank == 1:
-        talk.wait([f"heard/{r}" for r in others])
+        talk.wait([f"caught/{r}" for r in others])
         return
     comm.set_timeout(1.0)
     talk.set(f"here/{comm.rank}", "")
     talk.wait([f"here/{r}" for r in others])  # so neither is late for the other
-    report(hear(comm, comm.duplicate))
-    talk.set(f"heard/{comm.rank}", "")
+    report(catch(comm, comm.duplicate))
+    talk.set(f"caught/{comm.rank}", "")
 
 
 def test_the_users_timeout_holds(forks: Forks):
     first, _, last = forks(3, too_late)
-    for code, (heard,) in (first, last):
-        assert (code, heard.error) == (0, "CollectiveTimeout")
-        assert "rank 1 has not called it" in heard.text
+    for code, (caught,) in (first, last):
+        assert (code, caught.error) == (0, "CollectiveTimeout")
+        assert "rank 1 has not called it" in caught.text
 
 
 @on_ranks(2)
@@ -178,12 +178,12 @@ def over_without_one(comm: Communicator, report: Report, ends: bool) -> None:
     if not ends:  # now that both have come
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5))
     if comm.rank == 1:
-        killed() if ends else talk.wait(["heard"])
+        killed() if ends else talk.wait(["caught"])
         return
     with pytest.raises(CommunicationError) as e:
         over(dist.group.WORLD)
     report((type(e.value).__name__, str(e.value)))
-    talk.set("heard", "")
+    talk.set("caught", "")
 
 
 @pytest.mark.parametrize(("ends", "error"), [(True, "PeerLost"), (False, "CollectiveTimeout")])
@@ -217,10 +217,10 @@ def gives_up_at_the_end(comm: Communicator, report: Report) -> None:
     """The last that a rank does, when the others have gone on, fails on rank 1."""
     if comm.rank == 1:
         with patch.object(shm, "dup", no_descriptor):
-            report(hear(comm, comm.duplicate))
+            report(catch(comm, comm.duplicate))
     else:
         other = comm.duplicate()
-        report(hear(other, other.barrier))
+        report(catch(other, other.barrier))
 
 
 def test_a_rank_that_gives_up_at_the_end_is_named(forks: Forks):

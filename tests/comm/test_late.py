@@ -21,7 +21,7 @@ import ringdp
 from ringdp import Communicator, Work
 from ringdp.comm.table import table
 from ringdp.transport.store.processes import process_state
-from tests.comm.failing import Form, Heard, forms, hear, matrix, names_its_line, row_of
+from tests.comm.failing import Caught, Form, catch, forms, matrix, names_its_line, row_of
 from tests.forks import CALL_TIMEOUT, Forks, Report, store
 from tests.ranks import on_ranks
 
@@ -65,7 +65,7 @@ def victim_stalls(
         talk.set(f"came/{victim}", "")
         STALLS[how](continued)
         for form, c in comms.items():
-            report((form, hear(c, c.barrier)))
+            report((form, catch(c, c.barrier)))
         comm.barrier()
         return
 
@@ -76,15 +76,15 @@ def victim_stalls(
     while how == "stopped" and "stopped" not in process_state(comm._transport.record(victim).pid):
         time.sleep(0.01)
 
-    def first(form: Form) -> Heard | None:
+    def first(form: Form) -> Caught | None:
         # A rank that only sleeps goes on in the background with what it has begun; and one that was
         # stopped may have done its part. Then all ends, however slow the others are.
         done = comms[form]._transport.record(victim).finished > 1
         ends = done or (how, when) == ("sleeping", "within")
-        return hear(comms[form], lambda: works[form].wait(CALL_TIMEOUT if ends else TIMEOUT))
+        return catch(comms[form], lambda: works[form].wait(CALL_TIMEOUT if ends else TIMEOUT))
 
-    def second(form: Form) -> Heard | None:
-        return hear(comms[form], lambda: try_barrier(form))
+    def second(form: Form) -> Caught | None:
+        return catch(comms[form], lambda: try_barrier(form))
 
     with ThreadPoolExecutor(len(comms)) as pool:
         early = dict(zip(comms, pool.map(first, comms), strict=True))
@@ -92,9 +92,9 @@ def victim_stalls(
         talk.set(f"through/{comm.rank}", "")
         talk.wait([f"through/{r}" for r in range(comm.size) if r != victim])
         late = [form for form in comms if early[form] is None]
-        heard = early | dict(zip(late, pool.map(second, late), strict=True))
+        caught = early | dict(zip(late, pool.map(second, late), strict=True))
     for form in comms:
-        report((form, heard[form]))
+        report((form, caught[form]))
     talk.set(f"done/{comm.rank}", "")
     if comm.rank == (victim + 1) % comm.size:
         talk.wait([f"done/{r}" for r in range(comm.size) if r != victim])
@@ -234,7 +234,7 @@ def crossed(comm: Communicator, report: Report) -> None:
         talk.set(f"came/{turn}/{comm.rank}", "")
         talk.wait([f"came/{turn}/{rank}" for rank in range(2)])
         if comm.rank == turn:
-            report(hear(mine, lambda work=work: work.wait(TIMEOUT)))
+            report(catch(mine, lambda work=work: work.wait(TIMEOUT)))
             others.all_reduce(torch.ones(5), tag=1 - comm.rank)
         else:
             work.wait()

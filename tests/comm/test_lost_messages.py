@@ -16,7 +16,7 @@ from torch import Tensor
 
 import ringdp
 from ringdp import Communicator
-from tests.comm.failing import Heard, fallible, hear, until_failed
+from tests.comm.failing import Caught, catch, fallible, until_failed
 from tests.comm.test_failures import ALLOWED
 from tests.comm.test_messages import LARGE
 from tests.forks import Forks, Report, store
@@ -28,11 +28,11 @@ SLAB, MANY = 16 << 10, 4000  # float32: the longest message that need not be awa
 
 
 @fallible
-def other_length(comm: Communicator, sent: Tensor, expected: Tensor) -> Heard | None:
+def other_length(comm: Communicator, sent: Tensor, expected: Tensor) -> Caught | None:
     """Both hear of it: the receiver at once, the sender by its next call at the latest."""
     if comm.rank == 0:
-        return hear(comm, lambda: comm.send(sent, 1, tag=5), comm.barrier)
-    return hear(comm, lambda: comm.recv(expected, 0, tag=5))
+        return catch(comm, lambda: comm.send(sent, 1, tag=5), comm.barrier)
+    return catch(comm, lambda: comm.recv(expected, 0, tag=5))
 
 
 @pytest.mark.parametrize(
@@ -46,21 +46,21 @@ def other_length(comm: Communicator, sent: Tensor, expected: Tensor) -> Heard | 
     ],
 )  # fmt: skip
 def test_another_length_or_dtype_is_an_error_on_both(ranks, sent, expected, shows):
-    for heard in ranks(2)(other_length, sent, expected):
-        assert heard.error == heard.again == "CollectiveMismatch"
-        assert shows in heard.text
-        assert "rank 1 expected" in heard.text
-        assert heard.seconds < ALLOWED
+    for caught in ranks(2)(other_length, sent, expected):
+        assert caught.error == caught.again == "CollectiveMismatch"
+        assert shows in caught.text
+        assert "rank 1 expected" in caught.text
+        assert caught.seconds < ALLOWED
 
 
 @fallible
-def late(comm: Communicator, what: str) -> Heard | None:
+def late(comm: Communicator, what: str) -> Caught | None:
     x = torch.zeros(LARGE)
     if comm.rank == 1:
         until_failed(comm)
-        return hear(comm, comm.barrier)
+        return catch(comm, comm.barrier)
     work = comm.irecv(x, 1, tag=3) if what == "recv" else comm.isend(x, 1, tag=3)
-    return hear(comm, lambda: work.wait(0.2))
+    return catch(comm, lambda: work.wait(0.2))
 
 
 @pytest.mark.parametrize("what", ["recv", "send"])
@@ -74,7 +74,7 @@ def test_a_message_that_does_not_come_is_a_timeout_that_says_so(ranks, what):
     assert here.seconds < ALLOWED
 
 
-def killed(comm: Communicator) -> list[Heard | None]:
+def killed(comm: Communicator) -> list[Caught | None]:
     """Rank 1 dies in the middle of a message; each kind of partner has a communicator to lose."""
     x = torch.zeros(50 * LARGE)
     with comm.duplicate() as a, comm.duplicate() as b, comm.duplicate() as c:
@@ -83,11 +83,11 @@ def killed(comm: Communicator) -> list[Heard | None]:
             threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
             while True:
                 comm.send(x, 0)
-        within = [hear(comm, lambda: [comm.recv(x, 1) for _ in range(1000)])] * (comm.rank == 0)
+        within = [catch(comm, lambda: [comm.recv(x, 1) for _ in range(1000)])] * (comm.rank == 0)
         others = [
-            hear(a, lambda: a.recv(x, 1)),
-            hear(b, lambda: b.recv(x)),
-            hear(c, lambda: c.send(x, 1)),
+            catch(a, lambda: a.recv(x, 1)),
+            catch(b, lambda: b.recv(x)),
+            catch(c, lambda: c.send(x, 1)),
         ]
         return within + others
 
@@ -96,14 +96,14 @@ def test_a_killed_partner_is_named(fresh_ranks):
     found = fresh_ranks(3).outcomes(killed)
     assert found[1] is None
     for rank in (0, 2):
-        for heard in found[rank]:
-            assert heard.error == heard.again == "PeerLost"
-            assert "rank 1 has ended" in heard.text
-            assert heard.seconds < ALLOWED
+        for caught in found[rank]:
+            assert caught.error == caught.again == "PeerLost"
+            assert "rank 1 has ended" in caught.text
+            assert caught.seconds < ALLOWED
 
 
 @fallible
-def closes(comm: Communicator) -> Heard | None:
+def closes(comm: Communicator) -> Caught | None:
     """A rank that has left is no reason not to hear from another."""
     x = torch.zeros(10)
     if comm.rank == 1:
@@ -111,9 +111,9 @@ def closes(comm: Communicator) -> Heard | None:
     if comm.rank == 2:
         time.sleep(0.3)
         comm.send(x, 0)
-        return hear(comm, lambda: comm.recv(x, 0))
+        return catch(comm, lambda: comm.recv(x, 0))
     assert comm.recv(x) == 2
-    return hear(comm, lambda: comm.recv(x, 1))
+    return catch(comm, lambda: comm.recv(x, 1))
 
 
 @fallible
@@ -171,11 +171,11 @@ def unasked(comm: Communicator, report: Report) -> None:
             with address_space_limit(8 << 20):
                 talk.set("short", "")
                 until_failed(other)
-            report(hear(other, work.wait))
+            report(catch(other, work.wait))
         else:
             talk.wait(["short"])
             x = torch.zeros(SLAB)
-            report(hear(other, *[lambda: other.isend(x, 1)] * MANY, other.barrier))
+            report(catch(other, *[lambda: other.isend(x, 1)] * MANY, other.barrier))
 
 
 def test_a_rank_without_memory_for_messages_says_so(forks: Forks):

@@ -11,9 +11,9 @@ import torch
 from ringdp import Communicator, Work
 from ringdp.comm.call import fingerprint, named
 from ringdp.schedule import Builder
-from tests.comm.failing import RANKS, Form, Heard, forms, hear, held, line_of
+from tests.comm.failing import RANKS, Caught, Form, catch, forms, held, line_of
 from tests.forks import Forks, Report
-from tests.transport.test_conformance import star
+from tests.transport.test_conformance import star_all_reduce
 
 pytestmark = pytest.mark.process
 
@@ -58,15 +58,15 @@ def mistaken(comm: Communicator, report: Report, turn: int | None) -> None:
     assert not held() - before
 
 
-def mistaken_once(comm: Communicator, what: str, form: Form) -> Heard | None:
+def mistaken_once(comm: Communicator, what: str, form: Form) -> Caught | None:
     mine = comm.rank == comm.size // 2
     with comm.duplicate() as c:
         c.barrier()  # collective 0
         comm.barrier()  # all are through it: who is not would hear of the mistake there
         call = MISTAKES[what if mine else "nothing"]
-        heard = hear(c, lambda: call(form.call, c), c.barrier)
+        caught = catch(c, lambda: call(form.call, c), c.barrier)
         comm.barrier()  # no rank closes before all have heard
-    return heard
+    return caught
 
 
 @pytest.mark.parametrize(
@@ -94,10 +94,10 @@ def test_a_mistake_is_shown_to_all_with_both_lines(forks: Forks, n, turn):
 
 def other_algorithms(comm: Communicator, report: Report) -> None:
     """An exchange and two programs: some of the ranks get no message of another's."""
-    x, ways = torch.ones(100), ("direct", "ring", star)
+    x, ways = torch.ones(100), ("direct", "ring", star_all_reduce)
     for way in ways:
         comm.all_reduce(x, algorithm=way)
-    report(hear(comm, lambda: comm.all_reduce(x, algorithm=ways[comm.rank % 3])))
+    report(catch(comm, lambda: comm.all_reduce(x, algorithm=ways[comm.rank % 3])))
 
 
 @pytest.mark.parametrize("n", [2, 4])
@@ -121,7 +121,7 @@ def other_sizes(comm: Communicator, report: Report, ranks: list[list[int]]) -> N
     ):
         with comm.duplicate() as c:
             c.barrier()
-            report(hear(c, lambda c=c, call=call: call(c), c.barrier))
+            report(catch(c, lambda c=c, call=call: call(c), c.barrier))
             comm.barrier()
 
 
@@ -140,7 +140,7 @@ def test_other_sizes_are_a_mismatch(forks: Forks, ranks: list[list[int]]):
         ("direct", ""),
         ("hierarchical:4", ", by hierarchical"),
         ("mine.py:star", ", by an algorithm of yours"),
-        (star, ", by an algorithm of yours"),
+        (star_all_reduce, ", by an algorithm of yours"),
     ],
 )
 def test_an_algorithm_is_called_by_its_name(algorithm: str | Builder, by: str):
@@ -151,7 +151,7 @@ def test_an_algorithm_is_called_by_its_name(algorithm: str | Builder, by: str):
 def other_roots(comm: Communicator, report: Report) -> None:
     """Every rank waits for another one: no message tells them that they disagree."""
     root = (comm.rank + 1) % comm.size
-    report(hear(comm, lambda: comm.broadcast(torch.ones(100), root)))
+    report(catch(comm, lambda: comm.broadcast(torch.ones(100), root)))
 
 
 @pytest.mark.parametrize("n", [2, 4, 8])

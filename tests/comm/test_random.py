@@ -18,7 +18,7 @@ from tests.transport.test_conformance import (
     Case,
     digest,
     expected,
-    given,
+    input_of,
     root_of,
 )
 
@@ -44,7 +44,7 @@ def begin(comm: Communicator, case: Case) -> tuple[Work, Callable[[], bytes]]:
     """The work, and what is there once it has been waited for."""
     n, me, k = comm.size, comm.rank, case.elements
     how = {"algorithm": case.algorithm, "async_op": True, "tag": case.seed}
-    root, mine = root_of(case, n), given(case, me, n)
+    root, mine = root_of(case, n), input_of(case, me, n)
     output = torch.empty_like(mine)
     part = slice(me * k, (me + 1) * k) if case.collective in WHOLES else slice(None)
     result: Tensor = output

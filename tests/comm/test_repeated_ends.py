@@ -16,7 +16,7 @@ from ringdp import Communicator, PeerLost, UsageError
 from ringdp.comm import job
 from ringdp.comm.call import place
 from ringdp.transport.base import Exchange
-from tests.comm.failing import Heard, fallible, hear, until_failed
+from tests.comm.failing import Caught, catch, fallible, until_failed
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
@@ -74,7 +74,7 @@ BOTH_WAYS = pytest.mark.parametrize("algorithm", ["direct", "ring"])  # an excha
 
 
 @fallible
-def differing(comm: Communicator, algorithm: str) -> tuple[Heard | None, str, int]:
+def differing(comm: Communicator, algorithm: str) -> tuple[Caught | None, str, int]:
     x = torch.ones(8)
     calls = [
         lambda: comm.all_reduce(x, algorithm=algorithm),
@@ -83,20 +83,20 @@ def differing(comm: Communicator, algorithm: str) -> tuple[Heard | None, str, in
     for call in calls:  # both have been made before
         call()
     number = comm.issued
-    return hear(comm, calls[comm.rank]), place(comm._ready.site()), number  # type: ignore[union-attr]
+    return catch(comm, calls[comm.rank]), place(comm._ready.site()), number  # type: ignore[union-attr]
 
 
 @BOTH_WAYS
 def test_ranks_that_repeat_different_calls_are_told_both(ranks, algorithm: str):
-    for heard, here, number in ranks(2)(differing, algorithm):
-        assert heard.error == heard.again == "CollectiveMismatch"
+    for caught, here, number in ranks(2)(differing, algorithm):
+        assert caught.error == caught.again == "CollectiveMismatch"
         for op in ("sum", "max"):
-            assert f"all_reduce #{number} (float32, {op}{BY[algorithm]}) of 8" in heard.text
-        assert heard.text.count(here.rpartition(":")[0]) >= 2
+            assert f"all_reduce #{number} (float32, {op}{BY[algorithm]}) of 8" in caught.text
+        assert caught.text.count(here.rpartition(":")[0]) >= 2
 
 
 @fallible
-def alone(comm: Communicator, algorithm: str, later: bool) -> Heard | None:
+def alone(comm: Communicator, algorithm: str, later: bool) -> Caught | None:
     x = torch.ones(8)
     comm.all_reduce(x, algorithm=algorithm)
     if comm.rank == 0:
@@ -104,17 +104,17 @@ def alone(comm: Communicator, algorithm: str, later: bool) -> Heard | None:
     else:  # until rank 0 has given up
         while comm._transport.failure() is None:
             time.sleep(0.01)
-    return hear(comm, lambda: comm.all_reduce(x, algorithm=algorithm, async_op=later).wait())
+    return catch(comm, lambda: comm.all_reduce(x, algorithm=algorithm, async_op=later).wait())
 
 
 @BOTH_WAYS
 @pytest.mark.parametrize("later", [False, True])
 def test_a_repeated_call_times_out(ranks, algorithm: str, later: bool):
-    heard, _ = ranks(2)(alone, algorithm, later)
-    assert heard.error == heard.again == "CollectiveTimeout"
+    caught, _ = ranks(2)(alone, algorithm, later)
+    assert caught.error == caught.again == "CollectiveTimeout"
     what = f"all_reduce #2 (float32, sum{BY[algorithm]}) of 8 elements"
-    assert f"rank 0 waited for {what}" in heard.text
-    assert f"{os.path.basename(__file__)}:" in heard.text
+    assert f"rank 0 waited for {what}" in caught.text
+    assert f"{os.path.basename(__file__)}:" in caught.text
 
 
 @fallible
@@ -129,7 +129,7 @@ def waits(comm: Communicator, before: int) -> list[float]:
     transport: Any = comm._transport
     seen, wait = [], transport.wait
     transport.wait = lambda ticket, seconds: seen.append(seconds) or wait(ticket, seconds)
-    assert hear(comm, lambda: comm.all_reduce(x, tag=1)).error == "CollectiveTimeout"  # type: ignore[union-attr]
+    assert catch(comm, lambda: comm.all_reduce(x, tag=1)).error == "CollectiveTimeout"  # type: ignore[union-attr]
     del transport.wait
     return seen
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ringdp import Communicator
-from tests.comm.failing import Heard, by_turns, fallible, hear
+from tests.comm.failing import Caught, by_turns, catch, fallible
 
 pytestmark = pytest.mark.process
 
@@ -55,13 +55,13 @@ def begin(comm: Communicator, what: str, sizes: Sizes) -> None:
 
 
 @fallible
-def disagree(comm: Communicator, what: str, odd: Callable[[Sizes], Sizes], part: int) -> Heard:
+def disagree(comm: Communicator, what: str, odd: Callable[[Sizes], Sizes], part: int) -> Caught:
     """Rank 1 means other sizes than the others."""
     sizes = [part] * comm.size
     mine = odd(sizes) if comm.rank == 1 else sizes
-    heard = hear(comm, lambda: begin(comm, what, mine), comm.barrier)
-    assert heard is not None, f"{what} went on"
-    return heard
+    caught = catch(comm, lambda: begin(comm, what, mine), comm.barrier)
+    assert caught is not None, f"{what} went on"
+    return caught
 
 
 WHATS = ("all_gather_v", "reduce_scatter_v", "gather_v", "scatter_v")
@@ -85,7 +85,7 @@ def test_other_sizes_are_a_mismatch_on_all(ranks, what, odd, part, n):
 
 
 @fallible
-def sends_other(comm: Communicator, more: int, part: int) -> Heard:
+def sends_other(comm: Communicator, more: int, part: int) -> Caught:
     """Rank 1 sends rank 0 more than that expects, or less; all other parts are as expected."""
     received = [part] * comm.size
     sent = [part + more * (comm.rank == 1), *received[1:]]
@@ -94,9 +94,9 @@ def sends_other(comm: Communicator, more: int, part: int) -> Heard:
         out = torch.zeros(sum(received))
         comm.all_to_all_v(out, torch.zeros(sum(sent)), received, sent)
 
-    heard = hear(comm, call, comm.barrier)
-    assert heard is not None, "it went on"
-    return heard
+    caught = catch(comm, call, comm.barrier)
+    assert caught is not None, "it went on"
+    return caught
 
 
 PARTS = ((PART, 1), (0, 1), (LARGE, 1), (PART, -PART), (PART, -1), (LARGE, -LARGE))

@@ -21,7 +21,7 @@ from ringdp.tape import recorder
 from ringdp.transport.tape import ENTRIES
 from tests.tape.traces import Read
 from tests.transport.nccl.faults import only_with_host_nccl
-from tests.transport.test_conformance import star
+from tests.transport.test_conformance import star_all_reduce
 
 pytestmark = pytest.mark.process
 
@@ -33,7 +33,7 @@ def calls(comm: ringdp.Communicator, path: Path) -> int:
         comm.all_reduce(torch.ones(10))
         comm.all_reduce(torch.ones(1 << 20))
         comm.all_reduce(torch.ones(40_000), algorithm="ring", tag=7)
-        comm.all_reduce(torch.ones(5, dtype=torch.float64), "max", algorithm=star)
+        comm.all_reduce(torch.ones(5, dtype=torch.float64), "max", algorithm=star_all_reduce)
         out = torch.empty(comm.size * 3)
         comm.all_gather(out, torch.ones(3), async_op=True).wait()
         with comm.duplicate() as other:
@@ -237,7 +237,7 @@ def over(pool: ringdp.Communicator, transport: str, path: Path) -> None:
         comm.all_reduce(torch.ones(10))
         works = [
             comm.all_reduce(torch.ones(10), algorithm=algorithm, async_op=True)
-            for algorithm in ("ring", star)
+            for algorithm in ("ring", star_all_reduce)
         ]
         for work in works:
             work.wait()
@@ -272,7 +272,7 @@ def nameless(pool: ringdp.Communicator, path: Path) -> None:
     rendezvous._world = pool
     with ringdp.trace(path):
         for each in (pool, comm):
-            each.all_reduce(torch.ones(10), algorithm=partial(star))
+            each.all_reduce(torch.ones(10), algorithm=partial(star_all_reduce))
     pool.barrier()
     comm.close()
 

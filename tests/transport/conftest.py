@@ -1,4 +1,5 @@
-"""The pool's ranks with a communicator over each transport: over_nccl(2)(function, *arguments)."""
+"""Runs functions on the pool's ranks with a communicator over another transport:
+over_nccl(2)(function, *arguments)."""
 
 from __future__ import annotations
 

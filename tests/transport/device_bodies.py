@@ -1,4 +1,4 @@
-"""What ranks do over a transport whose collectives a device runs: on the host, or on a GPU."""
+"""Bodies of tests for transports whose collectives a device runs, on the host or on a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 import ringdp
 from ringdp import Communicator
 from tests.parallel.test_engine import BATCH, STEPS, batch, model
-from tests.transport.test_conformance import Case, digest, given
+from tests.transport.test_conformance import Case, digest, input_of
 
 
 class Trained(NamedTuple):
@@ -33,8 +33,9 @@ def ddp(comm: Communicator, device: str = "cpu") -> Trained:
     return Trained(losses, [p.detach().cpu() for p in net.parameters()], sent)
 
 
-def clipped(comm: Communicator, device: str = "cpu") -> list[float]:
-    """In stage 3 with a scaled loss: every step's, and its gradients' norm, which is too large."""
+def train_clipped(comm: Communicator, device: str = "cpu") -> list[float]:
+    """Trains in stage 3 with a scaled loss and clipping. Returns every step's loss and gradient
+    norm; all norms exceed the limit."""
     net = model().to(device)
     engine = ringdp.shard(net, stage=3, comm=comm)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
@@ -54,20 +55,20 @@ def clipped(comm: Communicator, device: str = "cpu") -> list[float]:
     return out
 
 
-def all_reduced(comm: Communicator, cases: list[Case]) -> list[bytes]:
-    """On a GPU."""
+def all_reduce_on_gpu(comm: Communicator, cases: list[Case]) -> list[bytes]:
+    """All-reduces on a GPU; returns digests of the results."""
     out = []
     for case in cases:
-        x = given(case, comm.rank, comm.size).cuda()
+        x = input_of(case, comm.rank, comm.size).cuda()
         comm.all_reduce(x, case.op, algorithm=case.algorithm)
         out.append(digest(x.cpu()))
     return out
 
 
-def captured(comm: Communicator) -> None:
-    """In a CUDA graph."""
+def replay_captured_all_reduce(comm: Communicator) -> None:
+    """Captures an all_reduce in a CUDA graph and replays it."""
     x = torch.full((100_003,), float(comm.rank + 1), device="cuda")
-    comm.all_reduce(x.clone())  # what a capture cannot make is there before it
+    comm.all_reduce(x.clone())  # allocates what cannot be allocated during a capture
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

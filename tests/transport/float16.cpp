@@ -1,4 +1,4 @@
-// apply.hpp's own float16, to be called from Python.
+// Makes the float16 of apply.hpp callable from Python.
 #include "apply.hpp"
 
 extern "C" void widen(float* out, const std::uint16_t* in, std::size_t count) {

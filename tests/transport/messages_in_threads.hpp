@@ -1,4 +1,4 @@
-// Messages between ranks that are threads.
+// Messages between ranks that are threads of one process.
 #pragma once
 
 #include <future>
@@ -25,8 +25,8 @@ std::uint64_t receive(Mailbox& mail, How... how) {
   return mail.receive(ticket, how...), ticket;
 }
 
-// Everyone sends everyone messages of several lengths under two tags, waited for or not, and takes
-// them in another order; then a message that no mailbox has written.
+// All ranks send messages of several lengths under two tags, some before their receive is posted,
+// and receive them in another order. Then a malformed message is refused.
 void messages(int n) {
   auto ranks = connected(n);
   auto mail = mailboxes(ranks);
@@ -82,7 +82,7 @@ void messages(int n) {
   check(ranks[1]->failed()->failure == Failure::damaged && ranks[1]->failed()->rank == 0, "refused");
 }
 
-// A long queue goes on at each call, which does not stay until it is empty.
+// Each call makes progress on a long queue of sends, but does not block until it is empty.
 void queued() {
   constexpr int waiting = 400, calls = 200;
   auto ranks = connected(2);

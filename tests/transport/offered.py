@@ -1,4 +1,4 @@
-"""What a communicator offers over any transport, as its own tests ask it of shared memory."""
+"""The parts of tests/comm that must hold for every transport."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a function of rank processes with a communicator over another transport than the pool's."""
+"""Runs a function on rank processes with a communicator over another transport than the pool's."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tests.forks import CALL_TIMEOUT
 
 def over(comm: Communicator, transport: str, function: Callable[..., Any], *arguments: Any) -> Any:
     other = ringdp.init(transport=transport, timeout=CALL_TIMEOUT)
-    rendezvous._world = comm  # which the tests after this one use
+    rendezvous._world = comm  # the pool's communicator stays the default for the next tests
     result = function(other, *arguments)
-    comm.barrier()  # else a rank that is done would be lost to one that is not
+    comm.barrier()  # otherwise a rank that is still in it would report this rank lost
     other.close()
     return result
 
@@ -31,7 +31,7 @@ def over_gpu(
     function: Callable[..., Any],
     *arguments: Any,
 ) -> Any:
-    """On GPU 0, which both of two ranks use: for NCCL as if they were two hosts."""
+    """Like `over`, with both ranks on GPU 0; NCCL takes them for two hosts."""
     os.environ |= SOCKETS | {"NCCL_HOSTID": f"ringdp-{comm.rank}"}
     torch.cuda.set_device(0)
     other = ringdp.init(transport=transport, timeout=timeout)

@@ -1,4 +1,4 @@
-"""What tests of the kernels over peer memory share."""
+"""Shared by the tests of the peer-memory kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SOURCE, EXACT = "transport/peer_in_threads.cpp", "-ffp-contract=off"
 
 
 class WithoutRank:
-    """Kernels whose launches leave out rank 0: for the others it is dead."""
+    """Kernels whose launches omit rank 0, which then looks dead to the others."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
@@ -22,8 +22,8 @@ class WithoutRank:
         self._kernels.launch(launch._replace(grid=(channels, ranks - 1), jobs=others))
 
 
-def missing() -> str:
-    """What the true kernels lack here to run; empty if nothing."""
+def reason_to_skip() -> str:
+    """Why the CUDA kernels cannot run here; empty if they can."""
     if not torch.cuda.is_available():
         return "needs a CUDA device"
     if not FATBIN.exists():

@@ -1,6 +1,6 @@
-// The kernels of csrc/cuda as threads, for a sanitizer of threads, which must see both ends of every
-// channel. Arguments: `sum` and files of programs, one a rank: "chunks scratch rows", then the rows.
-// Or `dead`, or `mistaken`, and the same.
+// Runs the kernels of csrc/cuda as threads of one process, so that ThreadSanitizer sees both ends
+// of every channel. Arguments: `sum`, `dead` or `mistaken`, and one file per rank with its program:
+// "chunks scratch rows", then the rows.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -27,7 +27,7 @@ struct Rank {
   std::vector<Row> rows;
   std::vector<i64> bounds;
   std::vector<float> buffer;
-  std::vector<Line> room, window;
+  std::vector<Line> scratch_memory, window;
   std::vector<u64> counts;
   u64 failure = 0;
 
@@ -39,7 +39,7 @@ struct Rank {
     for (Row& r : rows)
       file >> r.round >> r.recv_peer >> r.send_peer >> r.src_chunk >> r.dst_chunk >> r.flags;
     check(bool(file), "the program can be read");
-    room.resize(kChannels * scratch * kSlab / 16 + 1);
+    scratch_memory.resize(kChannels * scratch * kSlab / 16 + 1);
     window.resize((kLine * (1 + 2 * kChannels * ranks) + kChannels * ranks * kDepth * (kLine + kSlab)) / 16);
   }
   Job job(i64 rank, char* const* windows, i64 ranks, i64 number, i64 timeout, i64 elements) {
@@ -48,12 +48,12 @@ struct Rank {
     buffer.assign(elements, float(rank + 1));
     return {rank, ranks, kChannels, kDepth, kSlab, kChannels, number, timeout, 0,
             rows.data(), i64(rows.size()), bounds.data(), chunks, scratch,
-            reinterpret_cast<char*>(buffer.data()), room[0].bytes, counts.data(), &failure,
+            reinterpret_cast<char*>(buffer.data()), scratch_memory[0].bytes, counts.data(), &failure,
             windows};
   }
 };
 
-// All that a leader reads for every row is in its own memory, of just the size that the host is told.
+// What a leader reads for every row is in its own memory, whose size is what the host reserves.
 void check_near(const Job& job) {
   std::vector<Line> memory(shared_bytes(job) / i64(sizeof(Line)) + 1);
   const char *begin = memory[0].bytes + kLeader, *end = memory[0].bytes + shared_bytes(job);
@@ -87,20 +87,21 @@ int main(int count, char** arguments) {
     }
     return 0;
   }
-  // Rank 0 is not there, or is one collective ahead. Everyone's wait must end, and say why.
+  // Rank 0 is missing, or one collective ahead. All other ranks' waits must end, with the right
+  // fault.
   const bool dead = mode == "dead";
   std::vector<Job> jobs;
   for (int r = 0; r < n; ++r)
     jobs.push_back(ranks[r].job(r, windows.data(), n, r == 0 && !dead, dead ? 100'000'000 : 60'000'000'000, 3000));
   check(launch("rows_float32", kChannels, n - dead, jobs.data() + dead, {}, kShared, kTeam) == 0, "there is such a kernel");
-  bool told = false;
+  bool found = false;
   for (int r = dead; r < n; ++r) {
     const auto fault = Fault(ranks[r].failure & 0xffff);
     const int peer = ranks[r].failure >> 16 & 0xffff;
     check(fault != Fault::none, "a failure");
     check(fault == (dead ? Fault::timeout : Fault::mismatch) || fault == Fault::stopped, "its kind");
     check(fault != Fault::stopped || peer != r, "stopped by another");
-    told |= fault != Fault::stopped;
+    found |= fault != Fault::stopped;
   }
-  check(told, "somebody found it");
+  check(found, "somebody found it");
 }

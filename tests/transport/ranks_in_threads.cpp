@@ -1,8 +1,10 @@
-// Collectives among ranks that are threads.
-// Arguments: all_reduce or broadcast, and files of its programs, one a rank: "chunks scratch rows",
-// then the rows. In a broadcast nothing comes back, so nothing but the tail orders a slot's reuse.
-// Or `direct` and a number of ranks: the collectives that need no program. Or `messages` and theirs.
-// Or `bells`: who sleeps is woken; and what is an error where descriptors are short. Or `tapes`.
+// Runs collectives and messages among ranks that are threads of one process. Arguments:
+// all_reduce or broadcast, and one file per rank with its program: "chunks scratch rows", then the
+// rows. In a broadcast only the tail orders the reuse of a slot, since nothing is sent back.
+// `direct` and a number of ranks: the collectives that need no program.
+// `messages` and a number of ranks.
+// `bells`: sleeping ranks are woken, and a lack of file descriptors is an error.
+// `tapes`: a tape is read while it is written.
 #include <sys/resource.h>
 
 #include <fstream>
@@ -33,7 +35,7 @@ struct Plan {
   }
 };
 
-// Collectives of several lengths, queued and waited for one behind the other.
+// Collectives of several lengths are queued and complete in order.
 void results(int n, char** paths, float expected) {
   auto ranks = connected(n);
   std::vector<std::thread> threads;
@@ -42,7 +44,7 @@ void results(int n, char** paths, float expected) {
       std::vector<std::vector<float>> buffers;
       std::vector<Plan> plans;
       for (int i = 0; i < kTimes; ++i) {
-        const std::int64_t elements = i * i * 3;  // 0 first; later several slabs a chunk
+        const std::int64_t elements = i * i * 3;  // 0 first; later several slabs per chunk
         plans.emplace_back(paths[r], elements);
         buffers.emplace_back(elements, float(r + 1));
       }
@@ -50,7 +52,7 @@ void results(int n, char** paths, float expected) {
       for (int i = 0; i < kTimes; ++i) last = ranks[r]->start(plans[i].job(buffers[i].data(), i), i % 3 != 0);
       while (!ranks[r]->wait(last, 0.01)) {
         check(!ranks[r]->failed(), "no failure");
-        for (int q = 0; q < n; ++q) {  // as another rank's table does, all the while
+        for (int q = 0; q < n; ++q) {  // another rank's table may read the record at any time
           const auto call = ranks[r]->segment().record(q).call(kTimes / 2);
           check(!call || call->elements == kTimes / 2 * kTimes / 2 * 3, "a call is read whole");
         }
@@ -60,12 +62,13 @@ void results(int n, char** paths, float expected) {
       check(taped % sizeof(Entry) == 0 && (taped > 0) == (r % 2), "whole entries, where asked for");
       for (auto& b : buffers)
         for (float x : b) check(x == expected, "the result");
-      ranks[r]->close();  // while the others may still read what it sent
+      ranks[r]->close();  // others may still read what this rank sent
     });
   for (auto& t : threads) t.join();
 }
 
-// Every way of moving data, in every order, with the ranks' buffers in the arena or not.
+// All direct collectives, in every order, with none, all, or every other rank's buffers in the
+// arena.
 void direct(int n) {
   arena.assign(n * kArena, 0);
   auto ranks = connected(n);
@@ -74,7 +77,7 @@ void direct(int n) {
     threads.emplace_back([&, me] {
       std::uint64_t number = 0;
       for (const std::int64_t shard : {0, 1, 300, 9000, 40000, 7, 40000, 5, 9000})
-        for (int where = 0; where < 3; ++where)  // nobody's in the arena, everybody's, every other's
+        for (int where = 0; where < 3; ++where)  // 0: no buffer in the arena, 1: all, 2: every other rank's
           for (const auto collective :
                {Collective::all_gather, Collective::reduce_scatter, Collective::all_reduce,
                 Collective::all_to_all}) {
@@ -107,14 +110,15 @@ void direct(int n) {
               if (collective == Collective::all_gather)
                 for (int r = 0; r < n; ++r) check(whole[r * shard + i] == float(r + 1), "all_gather");
             }
-            for (int i = 0; i < n * shard; ++i) whole[i] = -1;  // nobody may read it any more
+            for (int i = 0; i < n * shard; ++i) whole[i] = -1;  // no other rank may read it any more
           }
       ranks[me]->close();
     });
   for (auto& t : threads) t.join();
 }
 
-// A rank gives up while another is in its first tile, between two buffers in the arena: that is its last.
+// A rank gives up while another combines its first tile of buffers in the arena. That tile must be
+// the last one written.
 void given_up() {
   arena.assign(2 * kArena, 1);
   auto ranks = connected(2);
@@ -141,7 +145,8 @@ void given_up() {
   check(ranks[0]->left_alone() && !ranks[1]->left_alone(), "who has closed");
 }
 
-// Rank 0 fails in one of several ways; no rank's wait may last. The others call beside it, or `after` it.
+// Rank 0 fails in one of several ways; every other rank's wait must end. The others call while it
+// fails or, if `after`, once it has failed.
 template <class Act>
 void failing(int n, char** paths, Failure expected, Act act, bool after = false) {
   auto ranks = connected(n);
@@ -150,7 +155,7 @@ void failing(int n, char** paths, Failure expected, Act act, bool after = false)
   std::vector<std::thread> threads;
   for (int r = 0; r < n; ++r)
     threads.emplace_back([&, r] {
-      std::vector<float> first(900, 1), second(900, 1);  // both outlive the progress thread
+      std::vector<float> first(900, 1), second(900, 1);  // must outlive the progress thread
       Plan plan(paths[r], 900);
       if (r == 0) return act(*ranks[0], plan, first.data()), acted.set_value();
       if (after) over.wait();
@@ -163,7 +168,8 @@ void failing(int n, char** paths, Failure expected, Act act, bool after = false)
   for (auto& t : threads) t.join();
 }
 
-// Without a descriptor for each rank's process its end could be missed, so that is an error at once.
+// Without a file descriptor for each rank's process its death could be missed, so that is an error
+// at once.
 void descriptors() {
   auto ranks = connected(2);
   rlimit limit;
@@ -176,13 +182,13 @@ void descriptors() {
   try {
     ranks[0]->connect();
   } catch (const std::runtime_error& e) {
-    setrlimit(RLIMIT_NOFILE, &limit);  // a sanitizer needs some to look at an object
+    setrlimit(RLIMIT_NOFILE, &limit);  // the sanitizer needs descriptors to print a report
     why = e.what();
   }
   check(why.find("rank 1") != why.npos, "no descriptor for rank 1");
 }
 
-// Two take turns, and each sleeps for as long as it would take anybody to notice a ring that is lost.
+// Two threads alternate. Each would sleep for an hour if a wake-up were lost.
 void bells() {
   Bell bells[2]{};
   std::atomic<int> turns{0};
@@ -201,10 +207,11 @@ void bells() {
   check(turns == 2000, "everybody had all turns");
 }
 
-// A tape is switched on while its thread writes, and read meanwhile: each cell again and again.
+// A tape is switched on while its thread writes, and read meanwhile, so each cell is reused many
+// times.
 void tapes() {
   Tape tape;
-  std::atomic<bool> over{false};  // relaxed, so that the tape alone orders anything
+  std::atomic<bool> over{false};  // relaxed, so that only the tape orders its entries
   auto writer = std::async(std::launch::async, [&] {
     for (std::uint64_t k = 0; !over.load(std::memory_order_relaxed);)
       if (tape.begin(), tape.active) tape.add(What::row, k++, 0, 0, -1, -1, -1, -1, 0);
@@ -242,7 +249,7 @@ int main(int count, char** arguments) {
   });
   failing(n, paths, Failure::aborted, [](Progress& rank, const Plan& plan, float* buffer) {
     Job job = plan.job(buffer, 0);
-    std::get<Rows>(job.what).scratch = -1;  // for which no memory is enough
+    std::get<Rows>(job.what).scratch = -1;  // no allocation of this size can succeed
     const auto ticket = rank.start(job, true);
     check(!rank.wait(ticket, 30), "a job without memory does not end");
     check(!rank.failed()->why.empty(), "it says why");
@@ -251,7 +258,7 @@ int main(int count, char** arguments) {
   const auto closes = [](Progress& rank, const Plan& plan, float* buffer) {
     rank.start(plan.job(buffer, 0), true);
     const auto queued = rank.start(plan.job(buffer, 1), true);
-    rank.close();  // with one job that nobody joins, and one in line
+    rank.close();  // one job is running and one is queued
     check(!rank.wait(queued, 30), "a queued job ends with the communicator");
   };
   failing(n, paths, Failure::lost, closes, true);

@@ -1,4 +1,4 @@
-"""Tensors in memory that all ranks have mapped: where they lie, how long, and what is in them."""
+"""Tensors in the shared arena: their addresses, their lifetime, and results computed in them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from ringdp import CollectiveTimeout, CommunicationError, Communicator
 from ringdp.transport.shm import transport as shm
 from tests.comm.failing import leaves_nothing
 from tests.ranks import on_ranks
-from tests.transport.test_conformance import Case, digest, expected, given
+from tests.transport.test_conformance import Case, digest, expected, input_of
 
 pytestmark = pytest.mark.process
 
 
-def everybodys(comm: Communicator, cases: list[Case]) -> list[bytes]:
-    """Digests of results that are computed with every buffer in the arena."""
+def results_in_the_arena(comm: Communicator, cases: list[Case]) -> list[bytes]:
+    """Digests of results computed with all ranks' buffers in the arena."""
     results = []
     for case in cases:
-        x = given(case, comm.rank, comm.size)
+        x = input_of(case, comm.rank, comm.size)
         k = case.elements
         whole = comm.empty(*x.shape, dtype=x.dtype).copy_(x)
         part = slice(comm.rank * k, (comm.rank + 1) * k)
@@ -39,26 +39,26 @@ def everybodys(comm: Communicator, cases: list[Case]) -> list[bytes]:
                 whole.zero_()
                 comm.all_gather(whole, mine)
                 results.append(digest(whole))
-        whole.fill_(7)  # at once: nobody may still read it, or write
+        whole.fill_(7)  # at once, so a rank that still reads or writes it would be noticed
         assert bool((whole == 7).all())
     return results
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_the_bits_are_the_same(ranks, n):
+def test_results_with_all_buffers_in_the_arena_are_the_simulators(ranks, n):
     cases = [
         Case(collective, "direct", elements, dtype)
         for collective in ("all_reduce", "reduce_scatter", "all_gather")
         for elements in (0, 1, 10007, 300_007)
         for dtype in ("float32", "bfloat16", "float64", "int8")
     ]
-    by_rank = ranks(n)(everybodys, cases)
+    by_rank = ranks(n)(results_in_the_arena, cases)
     for i, case in enumerate(cases):
         assert [results[i] for results in by_rank] == expected(case, n), case
 
 
 @on_ranks(2)
-def test_memory_lives_as_long_as_its_last_view(comm: Communicator) -> None:
+def test_memory_is_reused_after_the_last_view_is_gone(comm: Communicator) -> None:
     arena = comm._transport.arena
     assert arena is not None
     gc.collect()
@@ -83,9 +83,9 @@ def test_memory_lives_as_long_as_its_last_view(comm: Communicator) -> None:
 
 
 @on_ranks(2)
-def test_too_much_is_an_error(comm: Communicator) -> None:
-    told = "no room in the arena for 4,503,599,627,370,496 bytes: of this rank's"
-    with pytest.raises(CommunicationError, match=f"^{told}") as error:
+def test_an_allocation_that_does_not_fit_is_an_error(comm: Communicator) -> None:
+    message = "no room in the arena for 4,503,599,627,370,496 bytes: of this rank's"
+    with pytest.raises(CommunicationError, match=f"^{message}") as error:
         comm.empty(1 << 50)
     (free,) = re.findall(r"([\d,]+) are free", str(error.value))
     assert int(free.replace(",", "")) > 1 << 20, free
@@ -93,7 +93,8 @@ def test_too_much_is_an_error(comm: Communicator) -> None:
 
 @on_ranks(2)
 def test_a_tensor_outlives_its_communicator(comm: Communicator) -> None:
-    """A duplicate shares the arena, and a tensor outlives the communicator that made it."""
+    """A duplicate shares the arena, and a tensor stays valid after the communicator that made
+    it."""
     with comm.duplicate() as other:
         x = other.empty(300_000).fill_(comm.rank + 1.0)
         comm.all_reduce(x)
@@ -103,16 +104,16 @@ def test_a_tensor_outlives_its_communicator(comm: Communicator) -> None:
 
 
 @on_ranks(1)
-def test_a_duplicate_makes_no_arena(comm: Communicator) -> None:
+def test_a_duplicate_allocates_no_arena(comm: Communicator) -> None:
     with patch.object(shm, "create", Mock(wraps=shm.create)) as spy:
         comm.duplicate().close()
     assert [call.args[0] for call in spy.call_args_list] == ["ringdp", "ringdp-mail"]
 
 
 @leaves_nothing
-def given_up(comm: Communicator) -> list[bool]:
-    """Whether memory of a call that rank 0 has given up is used again: while the other rank may
-    still write to it, and once that has closed."""
+def memory_reused_after_giving_up(comm: Communicator) -> list[bool]:
+    """Whether memory of a call that rank 0 has given up is reused: first while the other rank may
+    still write to it, then after that rank has closed."""
     other = comm.duplicate()
     x = comm.empty(300_000)
     where, found = x.data_ptr(), []
@@ -131,13 +132,13 @@ def given_up(comm: Communicator) -> list[bool]:
     return [*found, comm.empty(300_000).data_ptr() == where]
 
 
-def test_memory_of_a_failed_call_is_not_used_again_too_early(ranks):
-    assert ranks(2)(given_up)[0] == [False, True]
+def test_memory_of_a_failed_call_is_not_reused_too_early(ranks):
+    assert ranks(2)(memory_reused_after_giving_up)[0] == [False, True]
 
 
 @on_ranks(2)
-def test_memory_may_come_back_while_some_is_taken(comm: Communicator) -> None:
-    """Cycles that hold memory of the arena, collected at every point of an allocation."""
+def test_memory_may_be_freed_during_an_allocation(comm: Communicator) -> None:
+    """Reference cycles that hold arena memory are collected at every point of an allocation."""
     thresholds = gc.get_threshold()
     kept = []
     try:

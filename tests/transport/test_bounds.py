@@ -18,17 +18,18 @@ PROGRAMS = [
 @given(st.integers(0, 10**12), st.sampled_from(PROGRAMS))
 def test_chunks_cover_the_buffer_in_nearly_equal_parts(elements, program):
     if program.alike:
-        elements -= elements % program.chunks  # else they cannot be, and there are none
+        # other lengths cannot be split equally, and are refused elsewhere
+        elements -= elements % program.chunks
     bounds = chunk_bounds(elements, program)
     sizes = [b - a for a, b in pairwise(bounds)]
     assert len(sizes) == program.chunks
     assert (bounds[0], bounds[-1]) == (0, elements)
     assert min(sizes) >= 0
-    assert max(sizes) - min(sizes) <= 2  # one for each of two cuts
+    assert max(sizes) - min(sizes) <= 2  # each of its two bounds is rounded
 
 
 @given(st.integers(0, 10**9), st.sampled_from(PROGRAMS))
-def test_every_rank_owns_the_same_elements_in_every_algorithm(each, program):
+def test_all_algorithms_give_a_rank_the_same_shard(each, program):
     if program.chunks % program.ranks:
         return
     bounds = chunk_bounds(each * program.ranks, program)

@@ -1,4 +1,5 @@
-"""The transport over torch.distributed: the simulator's bits, what it offers, and how it fails."""
+"""The transport over torch.distributed: the simulator's bits, the communicator's functions,
+failures."""
 
 from __future__ import annotations
 
@@ -22,13 +23,13 @@ from ringdp.transport.base import Link
 from ringdp.transport.store import failures
 from ringdp.transport.store.processes import process_state
 from tests.comm import test_messages
-from tests.comm.failing import Heard, hear, held
+from tests.comm.failing import Caught, catch, held
 from tests.comm.test_late import TIMEOUT
 from tests.forks import CALL_TIMEOUT, Ended, Forks, Report, store
 from tests.ports import CONNECTED, sockets, unused_port
 from tests.ranks import on_ranks
 from tests.transport.offered import offered
-from tests.transport.test_conformance import ROWS, Case, agree
+from tests.transport.test_conformance import ROWS, Case, assert_simulators_bits
 
 pytestmark = pytest.mark.process
 
@@ -37,19 +38,19 @@ DTYPES = ("float32", "bfloat16", "int16", "bool")
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
-def test_every_algorithm_gives_the_simulators_bits(over_gloo, n: int):
+def test_every_algorithm_gives_the_simulators_bits_over_gloo(over_gloo, n: int):
     cases = [
         Case(*row, LENGTHS[(i + k + n) % 4], DTYPES[(i + 3 * k) % 4])
         for k in (0, 1)
         for i, row in enumerate(ROWS)
     ]
     cases += [Case("all_reduce", "direct", 50_000 + n, d) for d in DTYPES]
-    agree(over_gloo(n), n, cases)
+    assert_simulators_bits(over_gloo(n), n, cases)
 
 
 @pytest.mark.parametrize("n", [2, 3])
 @on_ranks(pool="over_gloo")
-def test_it_offers_what_a_communicator_has(comm: Communicator) -> None:
+def test_all_communicator_functions_work_over_gloo(comm: Communicator) -> None:
     offered(comm)
     test_messages.any_order(comm, 3)
     test_messages.short_ones_need_no_receiver(comm)
@@ -60,8 +61,8 @@ def test_it_offers_what_a_communicator_has(comm: Communicator) -> None:
 
 
 @on_ranks(3)
-def test_over_any_group(comm: Communicator) -> None:
-    if not dist.is_initialized():  # as another test may have left it
+def test_a_communicator_can_use_any_gloo_group(comm: Communicator) -> None:
+    if not dist.is_initialized():  # another test may have left it initialized
         store = dist.PrefixStore(f"of_a_group/{comm.issued}", comm._connect.args[0])
         dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
     evens = dist.new_group(range(0, comm.size, 2))
@@ -77,72 +78,72 @@ def test_over_any_group(comm: Communicator) -> None:
             assert parts is not None
             assert parts.rank == whole.size - 1 - whole.rank
             parts.barrier()
-            dist.barrier(group)  # else a rank that is done would be lost to one that is not
+            dist.barrier(group)  # otherwise a rank that is still in it would report this rank lost
             parts.close()
     comm.barrier()
     dist.destroy_process_group()
 
 
-def mistaken(comm: Communicator) -> Heard | None:
-    """Of collectives tests/transport/test_c10d_failures.py asks."""
+def mismatched_message(comm: Communicator) -> Caught | None:
+    """Mismatched collectives are tested in test_c10d_failures.py."""
     x = torch.ones(5000)
     act = (lambda: comm.recv(x[1:], 0)) if comm.rank else (lambda: comm.send(x, 1))
-    return hear(comm, act, comm.barrier, comm.barrier)
+    return catch(comm, act, comm.barrier, comm.barrier)
 
 
 def test_a_message_of_another_length_is_a_mismatch_on_both(over_gloo):
-    for heard in over_gloo(2)(mistaken):
-        assert heard.error == heard.again == "CollectiveMismatch", heard
-        assert "expected 19996 bytes of float32 with tag 0 from rank 0" in heard.text
+    for caught in over_gloo(2)(mismatched_message):
+        assert caught.error == caught.again == "CollectiveMismatch", caught
+        assert "expected 19996 bytes of float32 with tag 0 from rank 0" in caught.text
 
 
-def killed(comm: Communicator) -> list[Heard | None]:
+def kill_rank_1(comm: Communicator) -> list[Caught | None]:
     c = ringdp.init(transport="c10d", timeout=CALL_TIMEOUT)
     others = [c.duplicate() for _ in range(2)]
     c.barrier()
-    comm.barrier()  # who were still in the other one might hear of the death there
+    comm.barrier()  # otherwise a rank still in the first barrier could notice the death there
     if comm.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     x = torch.ones(5000)
     a, b = others
     calls = (lambda: c.all_reduce(x), c), (lambda: a.recv(x), a), (lambda: b.recv(x, 1), b)
-    return [hear(on, call) for call, on in calls]
+    return [catch(on, call) for call, on in calls]
 
 
 def test_a_killed_rank_is_named_on_every_other(fresh_ranks):
-    said = fresh_ranks(3).outcomes(killed)
+    said = fresh_ranks(3).outcomes(kill_rank_1)
     assert said[1] is None
     for rank in (0, 2):
-        for heard in said[rank]:
-            assert heard.error == heard.again == "PeerLost", heard
-            assert "rank 1 has ended" in heard.text
+        for caught in said[rank]:
+            assert caught.error == caught.again == "PeerLost", caught
+            assert "rank 1 has ended" in caught.text
 
 
-def waits_for_another(comm: Communicator, report: Report) -> None:
-    """Rank 2 is killed, where rank 0 waits for rank 1, which is in the user's code."""
+def rank_2_dies_while_0_waits_for_1(comm: Communicator, report: Report) -> None:
+    """Rank 2 is killed while rank 0 waits for rank 1, which has not called the collective."""
     c, talk = ringdp.init(transport="c10d", timeout=CALL_TIMEOUT), store()
     c.barrier()
     comm.barrier()
     if comm.rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     if comm.rank == 1:
-        talk.wait(["heard"])
-    report(hear(c, lambda: c.broadcast(torch.ones(10), 1)))
-    talk.set("heard", "")
-    talk.wait(["heard"])
+        talk.wait(["caught"])
+    report(catch(c, lambda: c.broadcast(torch.ones(10), 1)))
+    talk.set("caught", "")
+    talk.wait(["caught"])
 
 
-def test_a_death_is_heard_by_who_waits_for_another_rank(forks: Forks):
-    here, there, (code, _) = forks(3, waits_for_another)
+def test_a_death_is_reported_to_a_rank_that_waits_for_another(forks: Forks):
+    here, there, (code, _) = forks(3, rank_2_dies_while_0_waits_for_1)
     assert code == -signal.SIGKILL
-    for code, (heard,) in (here, there):
+    for code, (caught,) in (here, there):
         assert code == 0
-        assert heard.error == heard.again == "PeerLost", heard
-        assert "; rank 2 has ended (process" in heard.text
+        assert caught.error == caught.again == "PeerLost", caught
+        assert "; rank 2 has ended (process" in caught.text
 
 
-def leaves(comm: Communicator) -> Heard | None:
-    """Rank 1 closes where the others still count on it."""
+def rank_1_closes(comm: Communicator) -> Caught | None:
+    """Rank 1 closes while the others still need it."""
     c = ringdp.init(transport="c10d", timeout=CALL_TIMEOUT)
     rendezvous._world = comm
     c.barrier()
@@ -151,22 +152,23 @@ def leaves(comm: Communicator) -> Heard | None:
         c.close()
         comm.barrier()
         return None
-    heard = hear(c, c.barrier)
+    caught = catch(c, c.barrier)
     comm.barrier()
     c.close()
-    return heard
+    return caught
 
 
 def test_a_rank_that_closes_is_lost_to_the_others(ranks):
-    here, left, there = ranks(3)(leaves)
+    here, left, there = ranks(3)(rank_1_closes)
     assert left is None
-    for heard in (here, there):
-        assert heard.error == heard.again == "PeerLost"
-        assert "rank 1 has ended" in heard.text
+    for caught in (here, there):
+        assert caught.error == caught.again == "PeerLost"
+        assert "rank 1 has ended" in caught.text
 
 
 def rank_0_serves(comm: Communicator) -> Any:
-    """From now on the job's store, as long as it lives. The launcher's, which has its pid."""
+    """From now on rank 0 serves the job's store, while it lives; the launcher's store passes its
+    pid."""
     talk = store()
     if comm.rank == 0:
         talk.set("port", str(unused_port()))
@@ -177,7 +179,7 @@ def rank_0_serves(comm: Communicator) -> Any:
 
 
 def server_ends_first(comm: Communicator, report: Report) -> None:
-    """Without a launcher's store, which is one that rank 0 serves, as long as it lives."""
+    """The job's store is served by rank 0 and ends with it."""
     talk = rank_0_serves(comm)
     whole = ringdp.init(transport="c10d", timeout=CALL_TIMEOUT)
     other = whole.duplicate()
@@ -188,19 +190,19 @@ def server_ends_first(comm: Communicator, report: Report) -> None:
     if comm.rank > 0:
         while not process_state(int(talk.get("server"))).endswith("ended"):
             time.sleep(0.01)
-        time.sleep(2 * failures.LOOK)  # who listens looks
+        time.sleep(2 * failures.LOOK)  # long enough for the others to notice
     whole.close()
     other.close()
     report("closed")
 
 
-def test_a_rank_0_that_ends_first_with_its_store_is_no_loss(forks: Forks):
+def test_rank_0_may_end_first_with_the_store_it_serves(forks: Forks):
     for code, said in forks(3, server_ends_first):
         assert (code, said) == (0, ["closed"])
 
 
 def server_stops(comm: Communicator, report: Report, transport: str) -> None:
-    """The same, where rank 0 is stopped for a while, and with it the store."""
+    """Rank 0, which serves the store, is stopped for a while."""
     talk = rank_0_serves(comm)
     whole = ringdp.init(transport=transport, timeout=CALL_TIMEOUT)
     other = whole.duplicate()
@@ -210,8 +212,8 @@ def server_stops(comm: Communicator, report: Report, transport: str) -> None:
         while not talk.check([f"seen/{r}" for r in (1, 2)]):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGSTOP)
-        report(hear(other, other.barrier))
-        talk.set("heard/0", "")
+        report(catch(other, other.barrier))
+        talk.set("caught/0", "")
     else:
         server = int(talk.get("server"))
         while (
@@ -222,32 +224,33 @@ def server_stops(comm: Communicator, report: Report, transport: str) -> None:
         talk.set(f"seen/{comm.rank}", "")
         while "stopped" not in process_state(server):
             time.sleep(0.01)
-        report(hear(whole, lambda: whole.all_reduce(torch.ones(1), async_op=True).wait(TIMEOUT)))
+        report(catch(whole, lambda: whole.all_reduce(torch.ones(1), async_op=True).wait(TIMEOUT)))
         other.set_timeout(TIMEOUT)
-        report(hear(other, other.duplicate))
-        talk.set(f"heard/{comm.rank}", "")
-        talk.wait([f"heard/{r}" for r in (1, 2)])
+        report(catch(other, other.duplicate))
+        talk.set(f"caught/{comm.rank}", "")
+        talk.wait([f"caught/{r}" for r in (1, 2)])
         os.kill(server, signal.SIGCONT)
-    talk.wait([f"heard/{r}" for r in range(comm.size)])
+    talk.wait([f"caught/{r}" for r in range(comm.size)])
     comm.barrier()
 
 
-def test_a_rank_0_that_is_stopped_with_its_store_is_late(forks: Forks):
-    is_late(forks(3, server_stops, "c10d"))
+def test_a_stopped_rank_0_that_serves_the_store_is_a_timeout(forks: Forks):
+    assert_rank_0_is_late(forks(3, server_stops, "c10d"))
 
 
-def is_late(ended: list[Ended]) -> None:
+def assert_rank_0_is_late(ended: list[Ended]) -> None:
     (code, (there,)), *others = ended
     assert (code, there.error) == (0, "CollectiveTimeout"), there
     for code, said in others:
         assert code == 0
-        for heard in said:
-            assert heard.error == heard.again == "CollectiveTimeout", heard
-            assert re.search(r"; rank 0 gives no answer \(process \d+ is stopped\)", heard.text)
+        for caught in said:
+            assert caught.error == caught.again == "CollectiveTimeout", caught
+            assert re.search(r"; rank 0 gives no answer \(process \d+ is stopped\)", caught.text)
 
 
-def gone_again(comm: Communicator, transport: str, closes: bool) -> None:
-    """What has come with communicators goes with them, though each rank has watched the others."""
+def resources_are_freed(comm: Communicator, transport: str, closes: bool) -> None:
+    """A communicator's threads and descriptors are freed with it, even though every rank watches
+    the others."""
     with ringdp.init(transport=transport, timeout=CALL_TIMEOUT) as whole:
         rendezvous._world = comm
         whole._transport._watch()
@@ -268,29 +271,30 @@ def gone_again(comm: Communicator, transport: str, closes: bool) -> None:
         comm.barrier()
 
 
-def connections(comm: Communicator) -> int:
-    """How many to the job's store one more communicator makes: a name server is asked for each."""
+def connections_to_the_store(comm: Communicator) -> int:
+    """How many connections to the job's store another communicator makes. Each could cost a query
+    to a name server."""
     port = f":{int(os.environ['MASTER_PORT']):04X}"
 
     before = set(sockets(CONNECTED))
     with comm.duplicate() as other:
         other.barrier()
-        made = set(sockets(CONNECTED)) - before
-    return sum(there.endswith(port) for _, there in made)
+        connected_before = set(sockets(CONNECTED)) - before
+    return sum(there.endswith(port) for _, there in connected_before)
 
 
 @pytest.mark.parametrize("pool", ["over_gloo", "over_nccl", "over_peer"])
 def test_a_communicator_makes_one_connection_to_the_store(request, pool: str):
-    assert request.getfixturevalue(pool)(2)(connections) == [1, 1]
+    assert request.getfixturevalue(pool)(2)(connections_to_the_store) == [1, 1]
 
 
 @pytest.mark.parametrize("closes", [False, True])
-def test_nothing_stays_of_one_that_is_closed_or_dropped(ranks, closes: bool):
-    ranks(2)(gone_again, "c10d", closes)
+def test_closed_and_dropped_communicators_free_their_resources(ranks, closes: bool):
+    ranks(2)(resources_are_freed, "c10d", closes)
 
 
-def comes_to_a_stopped_store(comm: Communicator, report: Report) -> None:
-    """Whose server takes connections, and gives no answer."""
+def connect_to_a_stopped_store(comm: Communicator, report: Report) -> None:
+    """The store's server accepts connections but never answers."""
     del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
     with socket.create_server(("127.0.0.1", 0)) as stopped:
         os.environ |= {"MASTER_PORT": str(stopped.getsockname()[1]), "RANK": "1", "WORLD_SIZE": "2"}
@@ -299,13 +303,13 @@ def comes_to_a_stopped_store(comm: Communicator, report: Report) -> None:
     report(str(e.value))
 
 
-def test_a_stopped_rank_0_is_an_error_to_who_comes(forks: Forks):
-    ((code, (text,)),) = forks(1, comes_to_a_stopped_store)
+def test_connecting_to_a_stopped_rank_0_is_an_error(forks: Forks):
+    ((code, (text,)),) = forks(1, connect_to_a_stopped_store)
     assert code == 0
     assert "rank 1 cannot reach rank 0's store at 127.0.0.1" in text
 
 
-def test_what_it_does_not_know_it_refuses():
+def test_unknown_transports_and_options_are_refused():
     with pytest.raises(ringdp.UsageError, match="shm, c10d"):
         ringdp.init(transport="tcp")
     with pytest.raises(ringdp.UsageError, match="shared memory only"):

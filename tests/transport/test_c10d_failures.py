@@ -1,7 +1,7 @@
-"""Over gloo, a rank that ends, stalls or errs, whenever: every other rank names it.
+"""Over gloo: when a rank ends, stalls or errs, every other rank names it.
 
-A sample of what tests/comm asks of shared memory. One job has a communicator for each of some
-collectives, and its victim fails at the same point of them all: the last rank, or the first.
+A sample of what tests/comm checks over shared memory. One job has a communicator for each of
+several collectives; the victim, the first or the last rank, fails at the same point of all of them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ringdp.transport import threads
 from ringdp.transport.c10d import wire
 from ringdp.transport.store import status
 from ringdp.transport.store.processes import process_state
-from tests.comm.failing import WHENS, Form, Heard, hear, line_of, names_its_line
+from tests.comm.failing import WHENS, Caught, Form, catch, line_of, names_its_line
 from tests.comm.test_deaths import ENDS
 from tests.comm.test_late import TIMEOUT
 from tests.comm.test_mistakes import ELEMENTS, MISTAKES
@@ -43,7 +43,7 @@ SMALL, LARGE = 1000, 50_000  # elements
 
 
 def sampled(hows: Iterable[str]) -> list[ParameterSet]:
-    """(how, when, ranks, victim): each how at each time once, and in `exhaustive` the product."""
+    """(how, when, ranks, victim): every (how, when) once; the full product is `exhaustive`."""
     pairs = list(product(hows, WHENS))
     quick = {
         (how, when, n, (n - 1) * (i // 2 % 2))
@@ -60,13 +60,15 @@ def sampled(hows: Iterable[str]) -> list[ParameterSet]:
     ]
 
 
-def made(comm: Communicator, count: int, warn_after: float = CALL_TIMEOUT) -> list[Communicator]:
-    """Communicators over gloo, in whose collective 0 all ranks have been."""
+def communicators(
+    comm: Communicator, count: int, warn_after: float = CALL_TIMEOUT
+) -> list[Communicator]:
+    """`count` communicators over gloo that have passed their first collective."""
     whole = ringdp.init(transport="c10d", timeout=CALL_TIMEOUT, warn_after=warn_after)
     found = [whole.duplicate() for _ in range(count)]
     for c in found:
         c.barrier()
-    comm.barrier()  # who were still in one would hear of a failure there
+    comm.barrier()  # otherwise a rank still in a barrier could notice the failure there
     return found
 
 
@@ -75,14 +77,14 @@ def begin(form: Form, c: Communicator, when: str) -> Work:
 
 
 def meet(comm: Communicator, what: str, without: int) -> None:
-    """Returns once every other rank but that one has come here."""
+    """Returns once every rank except `without` has come here."""
     talk = store()
     talk.set(f"{what}/{comm.rank}", "")
     talk.wait([f"{what}/{r}" for r in range(comm.size) if r != without])
 
 
 def victim_ends(comm: Communicator, report: Report, how: str, when: str, victim: int) -> None:
-    cases = list(zip(FORMS, made(comm, len(FORMS)), strict=True))
+    cases = list(zip(FORMS, communicators(comm, len(FORMS)), strict=True))
     works: dict[Form, Work] = {}
     if comm.rank == victim:
         for form, c in cases if when != "before" else ():
@@ -94,14 +96,14 @@ def victim_ends(comm: Communicator, report: Report, how: str, when: str, victim:
     def start(form: Form, c: Communicator) -> None:
         works[form] = begin(form, c, when)
 
-    early = {form: hear(c, partial(start, form, c)) for form, c in cases}
+    early = {form: catch(c, partial(start, form, c)) for form, c in cases}
     for form, c in cases:
-        report(early[form] or hear(c, works[form].wait, c.barrier))
-    meet(comm, "heard", without=victim)  # who leaves is lost to the others, too
+        report(early[form] or catch(c, works[form].wait, c.barrier))
+    meet(comm, "caught", without=victim)  # a rank that leaves now would itself be reported lost
 
 
 @pytest.mark.parametrize(("how", "when", "n", "victim"), sampled(["killed", "raising", "exiting"]))
-def test_a_rank_that_ends_is_lost_to_every_other(forks: Forks, how, when, n, victim):
+def test_a_rank_that_ends_is_reported_lost_by_all_others(forks: Forks, how, when, n, victim):
     for rank, (code, said) in enumerate(forks(n, victim_ends, how, when, victim)):
         assert code == (ENDS[how][1] if rank == victim else 0)
         for form, h in zip(FORMS, said, strict=True) if rank != victim else ():
@@ -114,8 +116,8 @@ def test_a_rank_that_ends_is_lost_to_every_other(forks: Forks, how, when, n, vic
 
 
 def aborts_between_parts(comm: Communicator, report: Report, message: bool) -> None:
-    """Of what rank 1 sends it, on a thread of its own."""
-    (c,) = made(comm, 1)
+    """Rank 0 aborts between the header and the data of a message from rank 1, on another thread."""
+    (c,) = communicators(comm, 1)
     x, come, gone = torch.ones(LARGE), threading.Event(), threading.Event()
     if comm.rank == 1:
         with suppress(CommunicationError):
@@ -143,15 +145,13 @@ def aborts_between_parts(comm: Communicator, report: Report, message: bool) -> N
 
 
 @pytest.mark.parametrize("message", [False, True])
-def test_a_rank_that_aborts_between_the_parts_of_a_message_raises_on_no_thread(
-    forks: Forks, message: bool
-):
+def test_an_abort_between_the_parts_of_a_message_raises_on_no_thread(forks: Forks, message: bool):
     (_, said), _ = forks(2, aborts_between_parts, message)
     assert said == [("PeerLost", [])]
 
 
 def victim_stalls(comm: Communicator, report: Report, how: str, when: str, victim: int) -> None:
-    cases, talk = list(zip(FORMS, made(comm, len(FORMS)), strict=True)), store()
+    cases, talk = list(zip(FORMS, communicators(comm, len(FORMS)), strict=True)), store()
     pid = comm._transport.record(victim).pid
     if comm.rank == victim:
         works = [begin(form, c, when) for form, c in cases if when != "before"]
@@ -160,40 +160,41 @@ def victim_stalls(comm: Communicator, report: Report, how: str, when: str, victi
         talk.set("stalls", "")
         if how == "stopped":
             os.kill(pid, signal.SIGSTOP)
-        talk.wait([f"heard/{r}" for r in range(comm.size) if r != victim])
+        talk.wait([f"caught/{r}" for r in range(comm.size) if r != victim])
         for _, c in cases:
-            report(hear(c, c.barrier))
+            report(catch(c, c.barrier))
     else:
         works = [begin(form, c, when) for form, c in cases]
         talk.wait(["stalls"])
         while how == "stopped" and "stopped" not in process_state(pid):
             time.sleep(0.01)
         meet(comm, "came", without=victim)
-        # What the victim has done its part of ends, however slow the others are; and who only
-        # sleeps goes on in the background with what it has begun.
+        # A collective that the victim took part in completes, however slow the others are. A rank
+        # that only sleeps continues in the background with what it has begun.
         ends = when == "after" or (how, when) == ("sleeping", "within")
 
-        def first(work: Work, c: Communicator) -> Heard | None:
-            return hear(c, lambda: work.wait(CALL_TIMEOUT if ends else TIMEOUT))
+        def first(work: Work, c: Communicator) -> Caught | None:
+            return catch(c, lambda: work.wait(CALL_TIMEOUT if ends else TIMEOUT))
 
-        def second(c: Communicator, early: Heard | None) -> Heard | None:
+        def second(c: Communicator, early: Caught | None) -> Caught | None:
             late = partial(c.all_reduce, torch.ones(1), async_op=True)
-            return early or hear(c, lambda: late().wait(TIMEOUT))
+            return early or catch(c, lambda: late().wait(TIMEOUT))
 
         comms = [c for _, c in cases]
         with ThreadPoolExecutor(len(cases)) as pool:
             early = list(pool.map(first, works, comms))
-            # Who were still in the first would hear there that another has given the second up.
+            # A rank still in the first call would notice there that another has given up the
+            # second.
             meet(comm, "through", without=victim)
-            for heard in pool.map(second, comms, early):
-                report(heard)
-        meet(comm, "heard", without=victim)
+            for caught in pool.map(second, comms, early):
+                report(caught)
+        meet(comm, "caught", without=victim)
         os.kill(pid, signal.SIGCONT)
     meet(comm, "left", without=-1)
 
 
 @pytest.mark.parametrize(("how", "when", "n", "victim"), sampled(["stopped", "sleeping"]))
-def test_a_rank_that_stalls_is_named_by_every_other(forks: Forks, how, when, n, victim):
+def test_a_stalled_rank_is_named_by_all_others(forks: Forks, how, when, n, victim):
     for rank, (code, said) in enumerate(forks(n, victim_stalls, how, when, victim)):
         assert code == 0
         for form, h in zip(FORMS, said, strict=True):
@@ -207,29 +208,30 @@ def test_a_rank_that_stalls_is_named_by_every_other(forks: Forks, how, when, n, 
 
 
 def mistakes(when: str) -> list[str]:
-    """Each in one of the three."""
+    """A third of the mistakes, for each `when` another."""
     return list(MISTAKES)[WHENS.index(when) :: len(WHENS)]
 
 
 def victim_errs(comm: Communicator, report: Report, when: str, victim: int) -> None:
-    """In the first, the second or the third of its calls, each mistake on a communicator."""
+    """The victim makes each mistake on its own communicator, in its first, second or third call."""
     status.PATIENCE = CALL_TIMEOUT  # a busy machine is slow
-    some = mistakes(when)
-    comms = made(comm, len(some), warn_after=0.2)  # where each waits for another, that finds it
-    for i, (what, c) in enumerate(zip(some, comms, strict=True)):
+    chosen = mistakes(when)
+    # short, as it is the warning that detects ranks that all wait for one another
+    comms = communicators(comm, len(chosen), warn_after=0.2)
+    for i, (what, c) in enumerate(zip(chosen, comms, strict=True)):
         form = SUMS[0] if what == "root" else SUMS[i % len(SUMS)]
         for _ in range(WHENS.index(when)):
             form.call(c, torch.ones(ELEMENTS))
-        comm.barrier()  # who were still in one of these would hear of the mistake there
+        comm.barrier()  # otherwise a rank still in one of these could notice the mistake there
         call = MISTAKES[what if comm.rank == victim else "nothing"]
-        report((what, hear(c, lambda call=call, form=form, c=c: call(form.call, c), c.barrier)))
+        report((what, catch(c, lambda call=call, form=form, c=c: call(form.call, c), c.barrier)))
     meet(comm, "left", without=-1)
 
 
 @pytest.mark.parametrize(
     ("n", "when", "victim"), [(4, "before", 3), (2, "within", 1), (4, "after", 0)]
 )
-def test_a_mistake_is_shown_to_all_with_both_lines(forks: Forks, n, when, victim):
+def test_a_mismatch_is_reported_on_all_ranks_with_both_lines(forks: Forks, n, when, victim):
     for rank, (code, said) in enumerate(forks(n, victim_errs, when, victim)):
         assert code == 0
         assert [what for what, _ in said] == mistakes(when)

@@ -32,7 +32,8 @@ ALGORITHMS = {
 }
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
 NAMES = [str(d).removeprefix("torch.") for d in DTYPES]
-WHOLES = ("reduce_scatter", "all_gather", "gather", "scatter", "all_to_all")  # of size parts
+# collectives on a buffer of `size` parts
+WHOLES = ("reduce_scatter", "all_gather", "gather", "scatter", "all_to_all")
 
 
 LONG = 1 << 20
@@ -45,12 +46,13 @@ class Case(NamedTuple):
     dtype: str
     op: str = "sum"
     seed: int = 0
-    registered: bool = False  # whether this rank's buffers lie in the arena; the odd ranks' don't
+    registered: bool = False  # even ranks' buffers lie in the arena, odd ranks' do not
 
 
 def data(rank: int, elements: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """Floats of all sizes with NaN, infinities and -0.0 among them; integers that overflow."""
-    if elements > 2_003:  # as good as others, and soon made
+    """Floats of many magnitudes with NaN, infinities and -0.0 among them; integers that
+    overflow."""
+    if elements > 2_003:  # repeats the first elements, which is faster and tests as much
         return data(rank, 2_003, dtype, seed).repeat(-(-elements // 2_003))[:elements].clone()
     g = torch.Generator().manual_seed(1000 * seed + rank)
     if dtype == torch.bool:
@@ -68,11 +70,11 @@ def data(rank: int, elements: int, dtype: torch.dtype, seed: int) -> Tensor:
 
 @pytest.fixture
 def some_ranks(ranks, fresh_ranks):
-    """Those that live, or for more than 4 new ones."""
+    """The session's pool, or for more than 4 ranks a pool of this test's own."""
     return lambda n: ranks(n) if n <= 4 else fresh_ranks(n, timeout=900.0)
 
 
-def given(case: Case, rank: int, n: int) -> Tensor:
+def input_of(case: Case, rank: int, n: int) -> Tensor:
     whole = case.elements * n if case.collective in WHOLES else case.elements
     return data(rank, whole, getattr(torch, case.dtype), case.seed)
 
@@ -82,7 +84,7 @@ def root_of(case: Case, n: int) -> int:
 
 
 def digest(result: Tensor) -> bytes:
-    """Of its bits, but for which of the NaNs it is."""
+    """A digest of the bits; all NaNs count as one."""
     if result.is_floating_point():
         result = torch.where(result.isnan(), torch.full_like(result, torch.nan), result)
     return hashlib.blake2b(result.contiguous().view(torch.uint8).numpy(), digest_size=8).digest()
@@ -96,25 +98,25 @@ def programs(collective: str, algorithm: str, n: int, root: int) -> list[Program
 
 
 def expected(case: Case, n: int) -> list[bytes]:
-    """What every rank must have, according to the simulator."""
-    inputs = [given(case, r, n) for r in range(n)]
+    """Digests of what every rank must have, computed by the simulator."""
+    inputs = [input_of(case, r, n) for r in range(n)]
     root, k = root_of(case, n), case.elements
     buffers = [x.clone() for x in inputs]
     simulate(programs(case.collective, case.algorithm, n, root), buffers, case.op, depth=64)
     if case.collective in ("reduce_scatter", "scatter"):
         return [digest(b[r * k : (r + 1) * k]) for r, b in enumerate(buffers)]
-    if case.collective in ("reduce", "gather"):  # the others have what they had
+    if case.collective in ("reduce", "gather"):  # the other ranks' buffers are unchanged
         return [digest(buffers[r] if r == root else inputs[r]) for r in range(n)]
     return [digest(b) for b in buffers]
 
 
-def found(comm: Communicator, cases: list[Case]) -> list[bytes]:
+def results_of(comm: Communicator, cases: list[Case]) -> list[bytes]:
     return [run(comm, case) for case in cases]
 
 
 def run(comm: Communicator, case: Case) -> bytes:
     n, me, how = comm.size, comm.rank, {"algorithm": case.algorithm}
-    root, kept = root_of(case, n), given(case, me, n)
+    root, kept = root_of(case, n), input_of(case, me, n)
     in_arena = case.registered and me % 2 == 0
 
     def placed(x: Tensor) -> Tensor:
@@ -149,10 +151,13 @@ def run(comm: Communicator, case: Case) -> bytes:
     return digest(output)
 
 
-def agree(pool: Callable[..., list[list[bytes]]], n: int, cases: list[Case]) -> None:
-    """The ranks find what the simulator, asked once for all of them, expects."""
+def assert_simulators_bits(
+    pool: Callable[..., list[list[bytes]]], n: int, cases: list[Case]
+) -> None:
+    """Asserts that the ranks' results are the simulator's; all cases run in one call of the
+    pool."""
     cases = [case._replace(seed=i) for i, case in enumerate(cases)]
-    by_rank = pool(found, cases)
+    by_rank = pool(results_of, cases)
     for i, case in enumerate(cases):
         assert [results[i] for results in by_rank] == expected(case, n), (n, case)
 
@@ -165,39 +170,39 @@ def lengths(n: int) -> list[int]:
 
 
 @pytest.mark.parametrize("n", range(1, 9))
-def test_every_algorithm_with_every_length_and_every_dtype(some_ranks, n):
-    """Each pair once in every few: the test below takes all of them together."""
+def test_every_algorithm_with_sampled_lengths_and_dtypes(some_ranks, n):
+    """A sample; `exhaustive` runs the whole product below."""
     sizes = lengths(n)
     cases = [
         Case(collective, algorithm, sizes[(i + row + n) % len(sizes)], dtype)
         for row, (collective, algorithm) in enumerate(ROWS)
         for i, dtype in enumerate(NAMES)
     ]
-    agree(some_ranks(n), n, cases)
+    assert_simulators_bits(some_ranks(n), n, cases)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("n", range(1, 9))
-def test_the_whole_product(some_ranks, n):
+def test_every_algorithm_with_all_lengths_and_dtypes(some_ranks, n):
     cases = [
         Case(collective, algorithm, elements, dtype)
         for (collective, algorithm), elements, dtype in product(ROWS, lengths(n), NAMES)
     ]
     cases += [Case(*row, LONG // n + 7, dtype) for row, dtype in product(ROWS, NAMES)]
-    agree(some_ranks(n), n, cases)
+    assert_simulators_bits(some_ranks(n), n, cases)
 
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_long_buffers(ranks, n):
-    """Chunks of several slots, tiles of several parts, and last ones that are not full."""
+    """Chunks of several slots and tiles of several parts, the last of them incomplete."""
     cases = [Case(*row, LONG // n + 7, "float32") for row in ROWS]
     cases += [Case("all_reduce", "direct", LONG, dtype) for dtype in NAMES]
-    agree(ranks(n), n, cases)
+    assert_simulators_bits(ranks(n), n, cases)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_buffers_in_the_arena(ranks, n):
-    """Of every other rank. All ranks' are in tests/transport/test_arena.py."""
+def test_every_other_ranks_buffers_in_the_arena(ranks, n):
+    """Every other rank's buffers are in the arena; test_arena.py has all ranks' there."""
     direct = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
     cases = [
         Case(collective, "direct", elements, dtype, registered=True)
@@ -205,7 +210,7 @@ def test_buffers_in_the_arena(ranks, n):
             direct, (0, 1, 10007, 300_007), ("float32", "float16", "int64")
         )
     ]
-    agree(ranks(n), n, cases)
+    assert_simulators_bits(ranks(n), n, cases)
 
 
 @pytest.mark.parametrize("n", [2, 3])
@@ -215,11 +220,11 @@ def test_every_op(ranks, n):
         for algorithm, dtype, op in product(("direct", "ring"), NAMES, OPS)
         if not (op in ("band", "bor", "bxor") and "float" in dtype)
     ]
-    agree(ranks(n), n, cases)
+    assert_simulators_bits(ranks(n), n, cases)
 
 
 def slice_alone(comm: Communicator, algorithm: str) -> bool:
-    """Whether an element's bits are the same in a long and in a short buffer."""
+    """Whether the same elements get the same bits in a long and in a short buffer."""
     g = torch.Generator().manual_seed(comm.rank)
     whole = torch.randn(10_000, generator=g)
     piece = whole[1234:1300].clone()
@@ -228,27 +233,27 @@ def slice_alone(comm: Communicator, algorithm: str) -> bool:
     return torch.equal(whole[1234:1300], piece)
 
 
-def test_direct_rounds_an_element_the_same_wherever_it_lies(ranks):
+def test_the_bits_of_direct_do_not_depend_on_the_buffers_length(ranks):
     for n in (2, 3, 4):
         assert all(ranks(n)(slice_alone, "direct"))
     assert not all(ranks(4)(slice_alone, "ring")), "else this test shows nothing"
 
 
-def star(n: int) -> Schedule:
-    """A user's own all_reduce: rank 0 adds everything up and passes it on."""
+def star_all_reduce(n: int) -> Schedule:
+    """A user-defined all_reduce: rank 0 sums all inputs and sends the sum to all."""
     gather = tuple(Transfer(r, 0, 0, 0, True) for r in range(1, n))
     return Schedule(n, 1, (gather, tuple(Transfer(0, r, 0, 0, False) for r in range(1, n))))
 
 
-def forgetful(n: int) -> Schedule:
-    return Schedule(n, 1, star(n).rounds[:1])
+def without_broadcast(n: int) -> Schedule:
+    return Schedule(n, 1, star_all_reduce(n).rounds[:1])
 
 
 @on_ranks(3)
-def test_a_users_own_algorithm_runs_once_it_is_proved(comm: Communicator) -> None:
+def test_a_user_defined_algorithm_is_proved_and_run(comm: Communicator) -> None:
     x = torch.arange(1001) * (comm.rank + 1)
-    comm.all_reduce(x, algorithm=star)
+    comm.all_reduce(x, algorithm=star_all_reduce)
     assert torch.equal(x, torch.arange(1001) * (comm.size * (comm.size + 1) // 2))
-    told = r"rank 1 chunk 0 holds 1\.0, the contract asks for 0\.0\+1\.0\+2\.0"
-    with pytest.raises(ScheduleError, match=told):
-        comm.all_reduce(x, algorithm=forgetful)
+    message = r"rank 1 chunk 0 holds 1\.0, the contract asks for 0\.0\+1\.0\+2\.0"
+    with pytest.raises(ScheduleError, match=message):
+        comm.all_reduce(x, algorithm=without_broadcast)

@@ -1,4 +1,4 @@
-"""Transports whose collectives a device runs, on the host: bits, training, and how they fail."""
+"""Transports whose collectives a device runs, here on the host: bits, training and failures."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import ringdp
 from ringdp import Communicator
 from ringdp.comm import rendezvous
 from ringdp.transport.store import status
-from tests.comm.failing import Heard, hear, until_failed
+from tests.comm.failing import Caught, catch, until_failed
 from tests.forks import CALL_TIMEOUT
 from tests.parallel.test_engine import equal, train
 from tests.ranks import on_ranks
-from tests.transport.device_bodies import Trained, clipped, ddp
+from tests.transport.device_bodies import Trained, ddp, train_clipped
 from tests.transport.nccl.faults import only_with_host_nccl
 from tests.transport.offered import offered
 from tests.transport.over import over
-from tests.transport.test_conformance import LONG, NAMES, ROWS, Case, agree
+from tests.transport.test_conformance import LONG, NAMES, ROWS, Case, assert_simulators_bits
 
 pytestmark = pytest.mark.process
 
@@ -53,10 +53,10 @@ def test_every_algorithm_gives_the_simulators_bits(over_device, n: int):
     cases += [Case("all_reduce", "direct", 1001 + n, dtype) for dtype in NAMES]
     cases += [Case("all_reduce", "direct", LONG // 4 + n, dtype) for dtype in floats]
     cases += [Case("all_reduce", "ring", LONG // 4 + n, "bfloat16")]
-    agree(over_device(n), n, cases)
+    assert_simulators_bits(over_device(n), n, cases)
 
 
-def calls(comm: Communicator) -> None:
+def all_functions(comm: Communicator) -> None:
     offered(comm)
     with comm.duplicate() as other, other.group():
         x = torch.ones(3)
@@ -68,14 +68,14 @@ def calls(comm: Communicator) -> None:
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_it_offers_what_a_communicator_has(over_device, n: int):
-    over_device(n)(calls)
+def test_all_communicator_functions_work(over_device, n: int):
+    over_device(n)(all_functions)
 
 
 MISTAKES = ("collective", "roots", "length", "dtype", "sizes", "message", "late")
 
 
-def mistaken(comm: Communicator, what: str) -> Heard | None:
+def mistaken(comm: Communicator, what: str) -> Caught | None:
     x, odd = torch.ones(5000), comm.rank == 1
     sizes = [2500, 2500] if odd else [2000, 3000]
     act = {
@@ -89,22 +89,22 @@ def mistaken(comm: Communicator, what: str) -> Heard | None:
     }[what]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(status, "PATIENCE", CALL_TIMEOUT)  # a busy machine is slow
-        return hear(comm, act, comm.barrier, comm.barrier)
+        return catch(comm, act, comm.barrier, comm.barrier)
 
 
 @pytest.mark.parametrize("what", MISTAKES)
-def test_ranks_that_disagree_all_hear_of_it(over_device, what: str):
-    for heard in over_device(2)(mistaken, what):
-        wanted = "CollectiveTimeout" if what == "late" else "CollectiveMismatch"
-        assert heard.error == heard.again == wanted, heard
+def test_mismatched_calls_raise_on_both_ranks(over_device, what: str):
+    for caught in over_device(2)(mistaken, what):
+        expected_error = "CollectiveTimeout" if what == "late" else "CollectiveMismatch"
+        assert caught.error == caught.again == expected_error, caught
         if what == "collective":
-            assert "rank 0: all_reduce #0 (float32, sum) of 5000 elements" in heard.text
-            assert "rank 1: broadcast #0 (float32, root 0) of 5000 elements" in heard.text
-            assert heard.text.count("test_devices.py:") == 4  # in two lines, and in the table
+            assert "rank 0: all_reduce #0 (float32, sum) of 5000 elements" in caught.text
+            assert "rank 1: broadcast #0 (float32, root 0) of 5000 elements" in caught.text
+            assert caught.text.count("test_devices.py:") == 4  # in two lines, and in the table
 
 
-def left_behind(comm: Communicator, transport: str) -> Heard | None:
-    """By rank 1, in collectives for which nobody waits on the host."""
+def rank_1_closes(comm: Communicator, transport: str) -> Caught | None:
+    """Rank 1 closes while the others have begun collectives that no rank waits for on the host."""
     c = ringdp.init(transport=transport, timeout=CALL_TIMEOUT)
     rendezvous._world = comm
     c.barrier()
@@ -117,28 +117,28 @@ def left_behind(comm: Communicator, transport: str) -> Heard | None:
     while c._transport.failure() is None:
         assert time.monotonic() < until
         time.sleep(0.01)
-    heard = hear(c, c.barrier)
+    caught = catch(c, c.barrier)
     c.close()
-    return heard
+    return caught
 
 
-def test_a_rank_that_closes_is_lost_to_those_whose_device_waits_for_it(ranks, transport):
-    here, nothing, there = ranks(3)(left_behind, transport)
+def test_a_rank_that_closes_is_lost_to_ranks_whose_device_waits(ranks, transport):
+    here, nothing, there = ranks(3)(rank_1_closes, transport)
     assert nothing is None
-    for heard in (here, there):
-        assert heard.error == heard.again == "PeerLost", heard
-        assert "rank 1 has ended (it has closed)" in heard.text
+    for caught in (here, there):
+        assert caught.error == caught.again == "PeerLost", caught
+        assert "rank 1 has ended (it has closed)" in caught.text
 
 
 @on_ranks(2)
-def test_after_a_failure_they_meet_again(comm: Communicator, transport: str) -> None:
-    """After a failure the same processes come together once more."""
+def test_ranks_can_communicate_again_after_a_failure(comm: Communicator, transport: str) -> None:
+    """Processes whose communicator has failed can create another."""
     c = ringdp.init(transport=transport, timeout=CALL_TIMEOUT)
-    comm.barrier()  # both have come
+    comm.barrier()  # both have created it
     if comm.rank == 0:
         c.abort()
     else:
-        assert hear(c, lambda: c.all_reduce(torch.ones(9)), c.barrier).error == "PeerLost"
+        assert catch(c, lambda: c.all_reduce(torch.ones(9)), c.barrier).error == "PeerLost"
         c.abort()
     with ringdp.init(transport=transport, timeout=CALL_TIMEOUT) as c:
         c.all_reduce(x := torch.ones(3))
@@ -147,15 +147,15 @@ def test_after_a_failure_they_meet_again(comm: Communicator, transport: str) -> 
     rendezvous._world = comm
 
 
-def staged(comm: Communicator, stage: int) -> Trained:
+def train_in_stage(comm: Communicator, stage: int) -> Trained:
     run = train(comm, stage)
     return Trained(run.losses, run.parameters, run.sent)
 
 
 @pytest.mark.parametrize(
-    ("trained", "arguments"), [*((staged, (stage,)) for stage in range(4)), (ddp, ())]
+    ("trained", "arguments"), [*((train_in_stage, (stage,)) for stage in range(4)), (ddp, ())]
 )
-def test_it_trains_as_over_shared_memory(over_device, ranks, trained, arguments):
+def test_training_gives_the_bits_of_shared_memory(over_device, ranks, trained, arguments):
     found = over_device(2)(trained, *arguments)
     for here, there in zip(found, ranks(2)(trained, *arguments), strict=True):
         assert here.losses == there.losses
@@ -163,5 +163,5 @@ def test_it_trains_as_over_shared_memory(over_device, ranks, trained, arguments)
         assert here.sent == there.sent
 
 
-def test_gradients_are_scaled_and_clipped_as_over_shared_memory(over_device, ranks):
-    assert over_device(2)(clipped) == ranks(2)(clipped)
+def test_scaled_and_clipped_training_gives_the_bits_of_shared_memory(over_device, ranks):
+    assert over_device(2)(train_clipped) == ranks(2)(train_clipped)

@@ -1,4 +1,4 @@
-"""Failures that ranks tell one another through a store: the first stays, nonsense is one too."""
+"""Failures published through a store: the first one stays, malformed ones count as failures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def busy() -> bool:
     return True
 
 
-def test_the_first_failure_stays_and_is_the_same_for_all(store_client):
+def test_the_first_failure_is_what_all_ranks_see(store_client):
     store = HashStore()
     one, other = (
         Failures(store_client(store), 0, 3, busy),
@@ -30,7 +30,7 @@ def test_the_first_failure_stays_and_is_the_same_for_all(store_client):
 
 
 @pytest.mark.parametrize(
-    "said",
+    "text",
     [
         "",
         "1 1",
@@ -40,16 +40,16 @@ def test_the_first_failure_stays_and_is_the_same_for_all(store_client):
         "1 0 -1" + " 0" * 6,
     ],
 )
-def test_what_makes_no_sense_is_a_failure_too(store_client, said: str):
+def test_a_malformed_record_is_a_failure(store_client, text: str):
     store = HashStore()
-    store.set("failed", said)
+    store.set("failed", text)
     here = Failures(store_client(store), 0, 2, busy)
     here.poll()
     assert here.failure is not None
     assert here.failure.kind is FailureKind.DAMAGED
 
 
-def test_what_a_closed_rank_sent_last_may_come_late(store_client):
+def test_a_closed_ranks_last_data_may_arrive_late(store_client):
     store = HashStore()
     store.set("closed/1", "1")
     here = Failures(store_client(store), 0, 2, busy)
@@ -65,10 +65,10 @@ def test_what_a_closed_rank_sent_last_may_come_late(store_client):
     assert here.failure[:2] == (FailureKind.LOST, 1)
 
 
-def test_who_closed_before_a_collective_that_this_rank_is_in_is_lost(store_client):
+def test_a_rank_that_closed_before_this_ranks_collective_is_lost(store_client):
     store = HashStore()
     here, other = (Failures(store_client(store), rank, 3, busy) for rank in range(2))
-    store.set("closed/2", "9" * 5000)  # which makes no sense
+    store.set("closed/2", "9" * 5000)  # malformed
     other.close(7)
     assert other.failure is not None
     assert other.failure.kind is FailureKind.STOPPED
@@ -82,16 +82,16 @@ def test_who_closed_before_a_collective_that_this_rank_is_in_is_lost(store_clien
     assert here.failure[:2] == (FailureKind.LOST, 1)
 
 
-class Gone(HashStore):
-    """Whoever served it has ended."""
+class EndedStore(HashStore):
+    """A store whose server has ended."""
 
     def check(self, keys: list[str]) -> bool:
         raise DistNetworkError("Connection reset by peer")
 
 
 @pytest.mark.parametrize("busy", [False, True])
-def test_a_store_that_has_gone_is_a_loss_to_who_is_in_something(store_client, busy: bool):
-    here = Failures(store_client(Gone()), 1, 2, lambda: busy)
+def test_an_ended_store_is_a_failure_only_during_a_collective(store_client, busy: bool):
+    here = Failures(store_client(EndedStore()), 1, 2, lambda: busy)
     here.poll()
     assert (here.failure is not None) == busy
     if here.failure:

@@ -1,4 +1,5 @@
-"""Memory that is freed is kept from the first communicator on, unless the environment decides."""
+"""Creating a communicator makes malloc keep freed memory, unless the environment configures
+malloc."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-# Page faults of a step that takes 64 MiB at the heap's end, and frees them.
+# Prints the page faults of a loop that allocates and frees 64 MiB, without and with a communicator.
 STEPS = """
 import ctypes, resource, ringdp
 libc = ctypes.CDLL(None)
@@ -54,7 +55,7 @@ def faults(**environment: str) -> list[int]:
 @pytest.mark.skipif(
     HUGE.exists() and "[always]" in HUGE.read_text(encoding="utf-8"), reason="pages are huge"
 )
-def test_freed_memory_is_kept_where_there_is_a_communicator():
+def test_freed_memory_is_kept_once_there_is_a_communicator():
     before, after = faults()
     assert before > 500  # one for each page, of up to 64 KiB
     assert after < before / 10

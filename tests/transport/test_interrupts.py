@@ -1,5 +1,5 @@
-"""Ctrl-C at any moment of a call, a wait or a close: what has a number has begun, and what has none
-has not, so that ranks which call again what did not count get the right sums."""
+"""Ctrl-C at any moment of a call, a wait or a close. A call either has its number and has begun, or
+has none and has not; so ranks that repeat calls without a number get the right sums."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from tests.transport.over import over
 
 T = TypeVar("T")
 CALLS = 150
-LATEST = 400e-6  # s into what is interrupted: most of it takes less
+LATEST_INTERRUPT = 400e-6  # seconds; most interrupted calls take less
 
 
 def attempt(act: Callable[[], T]) -> T | None:
-    """What it gives, which is not None; or that, where an interrupt came first."""
+    """The result of `act`, which is not None, or None if an interrupt at a random time came
+    first."""
     armed = True
 
     def interrupt(*_: object) -> None:
@@ -35,7 +36,7 @@ def attempt(act: Callable[[], T]) -> T | None:
 
     signal.signal(signal.SIGALRM, interrupt)
     try:
-        signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, LATEST))
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, LATEST_INTERRUPT))
         return act()
     except KeyboardInterrupt:
         return None
@@ -50,16 +51,17 @@ def until_done(act: Callable[[], object]) -> None:
 
 
 def calls_interrupted(comm: Communicator) -> tuple[int, int]:
-    """How many did not count, and how many did and have no caller any more."""
-    prevented = left = 0
+    """How many calls were interrupted before they began, and how many after, so that their Work is
+    lost."""
+    not_begun = work_lost = 0
     while (number := comm.issued) < CALLS:
         x = torch.full((5, 2), float(number + comm.rank))[:, number % 3 // 2]
         algorithm, later = ("direct", "ring")[number % 2], number % 4 < 2
         work = attempt(lambda: comm.all_reduce(x, algorithm=algorithm, async_op=later))  # noqa: B023
         begun = comm.issued - number
         assert begun == 1 or (begun, work) == (0, None)
-        prevented += not begun
-        left += begun and work is None
+        not_begun += not begun
+        work_lost += begun and work is None
         if work is not None:
             until_done(work.wait)
             assert bool((x == 2 * number + 1).all())
@@ -69,20 +71,20 @@ def calls_interrupted(comm: Communicator) -> tuple[int, int]:
     else:
         with pytest.raises(PeerLost):
             comm.barrier()
-    return prevented, left
+    return not_begun, work_lost
 
 
 @pytest.mark.parametrize(
     "transport", ["shm", "c10d", pytest.param("nccl-host", marks=needs_host_nccl), "peer-host"]
 )
 @on_ranks(2)
-def test_what_is_interrupted_has_begun_if_it_counts(comm: Communicator, transport: str) -> None:
-    prevented, left = over(comm, transport, calls_interrupted)
-    assert prevented
-    assert left
+def test_an_interrupted_call_has_begun_or_has_no_effect(comm: Communicator, transport: str) -> None:
+    not_begun, work_lost = over(comm, transport, calls_interrupted)
+    assert not_begun
+    assert work_lost
 
 
-def agreed_and_left(comm: Communicator) -> None:
+def interrupt_an_agreement(comm: Communicator) -> None:
     def interrupted() -> None:
         raise KeyboardInterrupt
 
@@ -102,7 +104,7 @@ def agreed_and_left(comm: Communicator) -> None:
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @on_ranks(2)
-def test_who_makes_a_communicator_does_not_wait_for_who_has_left(
+def test_making_a_communicator_with_an_interrupted_rank_is_an_error(
     comm: Communicator, transport: str
 ) -> None:
-    over(comm, transport, agreed_and_left)
+    over(comm, transport, interrupt_an_agreement)

@@ -1,4 +1,4 @@
-"""The emulated network: as late as it says, with the same bits, and at rest meanwhile."""
+"""The emulated link: as slow as configured, with the same bits, and without using the CPU."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.ranks import on_ranks
 pytestmark = pytest.mark.process
 
 SLOW = ringdp.Link(latency=0.01, bandwidth=4e6)  # s, bytes/s
-ELEMENTS = 100_000  # 0.1 s for each time that the buffer goes over the link
+ELEMENTS = 100_000  # 0.1 s each time the buffer crosses the link
 
 
-def over(comm: Communicator, algorithm: str) -> tuple[bool, float, float, float]:
-    """Whether the bits are those without a link; when it began and ended, and seconds of CPU."""
+def all_reduce_over_link(comm: Communicator, algorithm: str) -> tuple[bool, float, float, float]:
+    """Whether the bits equal those without a link; start and end times; seconds of CPU."""
     g = torch.Generator().manual_seed(comm.rank)
     x = torch.randn(ELEMENTS, generator=g)
     y, z = x.clone(), x.clone()
@@ -32,27 +32,28 @@ def over(comm: Communicator, algorithm: str) -> tuple[bool, float, float, float]
         began, busy = time.monotonic(), time.process_time()
         slow.all_reduce(y, algorithm=algorithm, async_op=True).wait()
         ended, busy = time.monotonic(), time.process_time() - busy
-        slow.all_reduce(z, algorithm=algorithm)  # the caller stops now and then to look for signals
+        # the caller waits in the call itself, where it stops now and then to check for signals
+        slow.all_reduce(z, algorithm=algorithm)
     return torch.equal(x, y) and torch.equal(x, z), began, ended, busy
 
 
 @pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("algorithm", ["ring", "direct", "doubling"])
-def test_a_link_is_as_slow_as_it_says_and_costs_nothing(ranks, n, algorithm):
-    # A message pays the latency once: 100,000 floats are as many as 100 slabs.
+def test_a_link_is_as_slow_as_configured_and_uses_no_cpu(ranks, n, algorithm):
+    # A message pays the latency once, although 100,000 floats are 100 slabs.
     machine = Machine(alpha=SLOW.latency, beta=1 / SLOW.bandwidth, gamma=0)
     predicted = seconds(closed("all_reduce", algorithm, n), machine, 4 * ELEMENTS)
-    found = ranks(n)(over, algorithm)
+    found = ranks(n)(all_reduce_over_link, algorithm)
     first = min(began for _, began, _, _ in found)
     for same, _, ended, busy in found:
         assert same
-        assert ended - first >= 0.9 * predicted  # who begins late ends no earlier
+        assert ended - first >= 0.9 * predicted  # a rank that begins late does not end earlier
         assert busy < (ended - first) / 2
 
 
-def held_back(comm: Communicator, file: str) -> tuple[list[tuple[str, float, float]], bool]:
-    """When each began and ended, and whether it was right. Leaves a trace."""
-    n, said = comm.size, []
+def direct_over_link(comm: Communicator, file: str) -> tuple[list[tuple[str, float, float]], bool]:
+    """Each call's start and end times, and whether the results are right. Writes a trace."""
+    n, times = comm.size, []
     with ringdp.init(link=SLOW) as slow:
         whole, part = slow.empty(n * ELEMENTS), slow.empty(ELEMENTS)
         calls = {
@@ -65,17 +66,17 @@ def held_back(comm: Communicator, file: str) -> tuple[list[tuple[str, float, flo
                 slow.barrier()
                 began = time.monotonic()
                 call().wait()
-                said.append((name, began, time.monotonic()))
-        return said, bool((whole == n * (n + 1) / 2).all())
+                times.append((name, began, time.monotonic()))
+        return times, bool((whole == n * (n + 1) / 2).all())
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_what_is_direct_goes_through_no_messages_and_ends_when_they_would(ranks, n, tmp_path):
+def test_direct_collectives_use_no_messages_and_take_the_predicted_time(ranks, n, tmp_path):
     machine = Machine(alpha=SLOW.latency, beta=1 / SLOW.bandwidth, gamma=0)
     file = tmp_path / "run.json"
-    of_ranks = ranks(n)(held_back, str(file))
+    of_ranks = ranks(n)(direct_over_link, str(file))
     assert all(right for _, right in of_ranks)
-    for same in zip(*(said for said, _ in of_ranks), strict=True):
+    for same in zip(*(times for times, _ in of_ranks), strict=True):
         name = same[0][0]
         predicted = seconds(closed(name, "direct", n), machine, 4 * n * ELEMENTS)
         first = min(began for _, began, _ in same)
@@ -87,31 +88,31 @@ def test_what_is_direct_goes_through_no_messages_and_ends_when_they_would(ranks,
 
 
 def beats(comm: Communicator) -> int:
-    """How often a thread beside a barrier got the interpreter meanwhile."""
-    count, over = [0], threading.Event()
+    """How often another thread got the interpreter during a barrier."""
+    count, all_reduce_over_link = [0], threading.Event()
 
     def beat() -> None:
-        while not over.wait(0.002):
+        while not all_reduce_over_link.wait(0.002):
             count[0] += 1
 
     with ringdp.init(link=ringdp.Link(latency=0.2, bandwidth=1e9)) as slow:
-        slow.barrier()  # the next one is a repeated call
-        beside = threading.Thread(target=beat)
-        beside.start()
+        slow.barrier()  # so the next one is a repeated call
+        counter = threading.Thread(target=beat)
+        counter.start()
         comm.barrier()
         before = count[0]
         slow.barrier()
         found = count[0] - before
-        over.set()
-        beside.join()
+        all_reduce_over_link.set()
+        counter.join()
     return found
 
 
-def test_other_threads_go_on_while_a_short_message_is_under_way(ranks):
+def test_other_threads_run_during_a_short_message(ranks):
     assert min(ranks(2)(beats)) > 5
 
 
 @on_ranks(2)
-def test_averages_are_rounded_once(comm: Communicator) -> None:
+def test_averages_over_a_link_are_rounded_once(comm: Communicator) -> None:
     with ringdp.init(link=ringdp.Link(latency=0.001, bandwidth=1e9)) as linked:
         rounded_once(linked)

@@ -1,4 +1,4 @@
-"""How the kernels over peer memory are launched, with fakes of CuPy and of the kernels."""
+"""How the peer-memory kernels are launched, with stand-ins for CuPy and for the kernels."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from tests.transport.test_peer import SLAB, programs
 Grid = tuple[int, ...]
 
 
-class Noted:
-    """Kernels that only note what they are asked for."""
+class RecordingKernels:
+    """Kernels that only record their launches."""
 
     def __init__(self) -> None:
         self.grids: list[tuple[int, int]] = []
@@ -34,7 +34,7 @@ class Noted:
     def launch(self, launch: Launch) -> None:
         jobs = launch.jobs
         self.grids.append(launch.grid)
-        # One upload: what jobs refer to of the launch lies right behind them.
+        # One upload for all: the bounds that jobs point to lie right behind the jobs.
         first, *others = (Job(*words) for words in jobs.tolist())
         assert first.bounds == jobs.data_ptr() + jobs.nbytes
         assert [job.bounds - first.bounds for job in others] == [
@@ -42,21 +42,21 @@ class Noted:
         ]
 
 
-def test_a_launch_has_as_many_channels_as_run_at_once_and_are_worth_it(
+def test_the_number_of_channels_is_limited_by_the_gpu_and_the_data(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gpu = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     bounds = f"__launch_bounds__({peer.THREADS}, {peer.TOGETHER})"
     assert bounds in (ROOT / "csrc" / "cuda" / "peer.cu").read_text(encoding="utf-8")
-    noted = Noted()
+    recording = RecordingKernels()
     for n in (2, 8, 300):
-        ranks = VirtualRanks(n, slab=128, depth=1, device="cpu", kernels=noted)
+        ranks = VirtualRanks(n, slab=128, depth=1, device="cpu", kernels=recording)
         ranks.run(programs("broadcast", "binomial", n), list(torch.ones(n, 1 << 13)))
-    for size in (1 << 10, 128 << 10, 1 << 20):  # of which 64 KiB are worth a channel
-        ranks = VirtualRanks(2, channels=4, device="cpu", kernels=noted)
+    for size in (1 << 10, 128 << 10, 1 << 20):  # a channel should move at least 64 KiB
+        ranks = VirtualRanks(2, channels=4, device="cpu", kernels=recording)
         ranks.run(programs("all_reduce", "ring", 2), list(torch.ones(2, size // 4)))
-    assert noted.grids == [(132, 2), (33, 8), (1, 300), (1, 2), (2, 2), (4, 2)]
+    assert recording.grids == [(132, 2), (33, 8), (1, 300), (1, 2), (2, 2), (4, 2)]
 
 
 class Refused(RuntimeError):
@@ -67,14 +67,14 @@ LIMIT = 132  # blocks that run at once
 
 
 class Cupy:
-    """What CuPy's documentation says of the names that are used of it, and its source of launches
-    that are cooperative; notes what is launched."""
+    """Stands in for CuPy as documented and, for cooperative launches, as in its source; records
+    launches."""
 
     def __init__(self) -> None:
         self.loaded: list[str] = []
         self.launched: list[tuple[object, ...]] = []
-        self.devices: list[object] = []  # entered, by either library
-        self.refuses: str | None = None  # to load, or to launch
+        self.devices: list[object] = []  # entered by CuPy or torch
+        self.refuses: str | None = None  # what fails: "load" or "launch"
         self.cuda = SimpleNamespace(
             Device=self.on,
             Stream=SimpleNamespace(from_external=self._stream),
@@ -119,7 +119,7 @@ class Cupy:
 
 @pytest.fixture
 def cupy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Cupy:
-    """In place of CuPy, with a torch that sees GPUs, of which 3 is current."""
+    """Replaces CuPy, with a torch that sees GPUs, of which 3 is current."""
     cupy, stream = Cupy(), SimpleNamespace(__cuda_stream__=lambda: (0, 77))
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -132,7 +132,7 @@ def cupy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Cupy:
 
 
 class Jobs:
-    """In place of a tensor on another GPU than the current one."""
+    """Stands in for a tensor on another GPU than the current one."""
 
     device = torch.device("cuda:1")
 
@@ -140,16 +140,16 @@ class Jobs:
         return 5
 
 
-def test_a_launch_as_cupy_takes_it_on_the_gpu_of_its_jobs(cupy: Cupy) -> None:
+def test_a_launch_is_passed_to_cupy_on_the_gpu_of_its_jobs(cupy: Cupy) -> None:
     kernels = peer.CudaKernels()
     assert cupy.devices == [torch.device("cuda:3"), 3]
     kernels.launch(Launch("rows_int8", (3, 2), Jobs(), 400))
     assert cupy.devices[2:] == [Jobs.device, 1]
     assert cupy.launched == [("rows_int8", (1, 3, 2), (peer.THREADS,), (5, 0, 0, 0), 400, 77)]
-    assert cupy.loaded == list(map(kernel_name, DTYPES))  # before, and once
+    assert cupy.loaded == list(map(kernel_name, DTYPES))  # before the launch, and once
 
 
-def test_virtual_ranks_stay_on_their_gpu(cupy: Cupy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_virtual_ranks_allocate_on_their_gpu(cupy: Cupy, monkeypatch: pytest.MonkeyPatch) -> None:
     zeros = torch.zeros
     made: list[object] = []
 
@@ -171,7 +171,7 @@ def test_virtual_ranks_stay_on_their_gpu(cupy: Cupy, monkeypatch: pytest.MonkeyP
         ranks.run(programs("all_reduce", "ring", 1), [torch.ones(8)])
 
 
-def test_what_the_driver_refuses_is_an_error_of_ours(cupy: Cupy) -> None:
+def test_driver_errors_become_errors_of_ringdp(cupy: Cupy) -> None:
     kernels = peer.CudaKernels()
     for grid in ((99, 2), (LIMIT + 1, 1), (1, LIMIT + 1)):
         match = rf"refused {grid[0]} channels of {grid[1]} ranks.*exceeds the limit"
@@ -187,7 +187,9 @@ def test_what_the_driver_refuses_is_an_error_of_ours(cupy: Cupy) -> None:
         peer.CudaKernels("cuda:1")
 
 
-def test_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_errors_name_a_missing_cupy_or_fatbin(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(UsageError, match="needs CuPy"):

@@ -1,4 +1,4 @@
-"""Whatever the peer transport launches is ordered by events, not by luck: see `nccl.racing`."""
+"""The peer transport orders all device work by events: see `nccl.racing`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ pytestmark = pytest.mark.process
 SIZES = {kernel_name(dtype): dtype.itemsize for dtype in DTYPES}
 
 
-class Launched:
-    """Kernels whose launches say what they touch, on what is then the current stream."""
+class RecordingKernels:
+    """Kernels whose launches record the memory that they touch, on the current stream."""
 
     def __init__(self, device: Device) -> None:
         self._device, self._kernels = device, HostKernels()
@@ -42,12 +42,12 @@ def racing(comm: Communicator, patch: pytest.MonkeyPatch) -> Device:
     device, transport = faked(patch), comm._transport
     transport._streams = streams = Streams(device)
     transport._staging = streams.empty(0)
-    transport._kernels = Launched(device)
+    transport._kernels = RecordingKernels(device)
     return device
 
 
-def called(device: Device, comm: Communicator) -> None:
-    """By algorithms with scratch and without, of two sizes."""
+def call_all_reduces(device: Device, comm: Communicator) -> None:
+    """Calls algorithms with and without scratch, with two sizes."""
     here = device.current.cuda_stream
     for algorithm, elements in (("direct", 1000), ("ring", 77), ("tree", 1000)):
         x = torch.ones(elements, dtype=torch.bfloat16)
@@ -59,14 +59,14 @@ def called(device: Device, comm: Communicator) -> None:
 
 @pytest.mark.parametrize("n", [2, 3])
 @on_ranks(pool="over_peer")
-def test_collectives_in_turn(comm: Communicator) -> None:
+def test_collectives_on_two_streams_do_not_race(comm: Communicator) -> None:
     with pytest.MonkeyPatch.context() as patch:
         device = racing(comm, patch)
         side = device.stream()
         for captures in (False, True):
-            called(device, comm)
+            call_all_reduces(device, comm)
             with device.using(side):
-                called(device, comm)
+                call_all_reduces(device, comm)
             assert not device.races, device.races[0]
             if not captures:
                 device.capture()

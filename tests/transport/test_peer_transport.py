@@ -1,4 +1,4 @@
-"""The transport over peer memory, its kernels as threads: launches, windows, and how it fails."""
+"""The peer-memory transport with its kernels as threads: launches, windows and failures."""
 
 from __future__ import annotations
 
@@ -22,41 +22,42 @@ from ringdp.transport.peer.jobs import LINE, SLAB
 from ringdp.transport.peer.kernels import Kernels, Launch
 from ringdp.transport.peer.transport import DEPTH, MOST, shape
 from ringdp.transport.peer.windows import Windows
-from tests.comm.failing import Heard, hear
+from tests.comm.failing import Caught, catch
 from tests.forks import CALL_TIMEOUT
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
 
-def crossed(comm: Communicator) -> Heard | None:
-    """Rank 1's stamp and rank 0's are the same, and what rank 3 sends has the length of its own."""
+def crossed_collectives(comm: Communicator) -> Caught | None:
+    """Ranks 0 and 1 wait in one collective with equal stamps, 2 and 3 in another. What rank 3 sends
+    has the length that the others expect."""
     x, four = torch.ones(100), torch.ones(400) if comm.rank == 3 else None
     comm.barrier()
     if comm.rank < 2:
-        return hear(comm, lambda: comm.broadcast(x, 3, algorithm="binomial"))
-    return hear(comm, lambda: comm.scatter(x, four, 3), comm.barrier)
+        return catch(comm, lambda: comm.broadcast(x, 3, algorithm="binomial"))
+    return catch(comm, lambda: comm.scatter(x, four, 3), comm.barrier)
 
 
-def test_no_rank_takes_for_its_own_what_another_collective_sent(over_peer):
-    for heard in over_peer(4)(crossed):
-        assert heard.error == heard.again == "CollectiveMismatch", heard
+def test_data_of_another_collective_is_never_accepted(over_peer):
+    for caught in over_peer(4)(crossed_collectives):
+        assert caught.error == caught.again == "CollectiveMismatch", caught
 
 
-def lost(comm: Communicator) -> Heard | None:
+def kill_rank_1(comm: Communicator) -> Caught | None:
     c = ringdp.init(transport="peer-host", timeout=CALL_TIMEOUT)
     c.barrier()
     if comm.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    return hear(c, lambda: c.all_reduce(torch.ones(5000)))
+    return catch(c, lambda: c.all_reduce(torch.ones(5000)))
 
 
 def test_a_killed_rank_is_named_on_every_other(fresh_ranks):
-    said = fresh_ranks(3).outcomes(lost)
-    assert said[1] is None
+    message = fresh_ranks(3).outcomes(kill_rank_1)
+    assert message[1] is None
     for rank in (0, 2):
-        assert said[rank].error == said[rank].again == "PeerLost", said[rank]
-        assert "rank 1 has ended" in said[rank].text
+        assert message[rank].error == message[rank].again == "PeerLost", message[rank]
+        assert "rank 1 has ended" in message[rank].text
 
 
 def too_long(n: int) -> Schedule:
@@ -73,7 +74,7 @@ def too_long(n: int) -> Schedule:
 
 
 @on_ranks(2, pool="over_peer")
-def test_an_algorithm_with_too_many_rows_is_refused_before_it_moves(comm: Communicator) -> None:
+def test_an_algorithm_with_too_many_rows_is_refused(comm: Communicator) -> None:
     x = torch.ones(7)
     with pytest.raises(ringdp.UsageError, match="bytes of shared memory, more than"):
         comm.all_reduce(x, algorithm=too_long)
@@ -82,7 +83,7 @@ def test_an_algorithm_with_too_many_rows_is_refused_before_it_moves(comm: Commun
 
 
 @on_ranks(2, pool="over_peer")
-def test_a_rank_that_exits_waits_for_nobodys_windows(comm: Communicator) -> None:
+def test_a_rank_can_exit_while_others_map_its_window(comm: Communicator) -> None:
     running = set(threading.enumerate())
     other = comm.duplicate()
     if comm.rank == 0:
@@ -107,9 +108,9 @@ class Spied:
         return getattr(self._windows, name)
 
 
-def replayed(comm: Communicator, captured: bool) -> tuple[list[str], bool]:
-    """What becomes of the windows of a communicator that fails while graphs may be replayed, and
-    whether all else that a kernel reads or writes stays."""
+def windows_after_failure(comm: Communicator, captured: bool) -> tuple[list[str], bool]:
+    """Which methods of the windows a failing communicator calls, if graphs may still be replayed
+    (`captured`) or not, and whether everything else that a kernel uses stays alive."""
     other = comm.duplicate()
     transport = other._transport
     transport._windows = spied = Spied(transport._windows)
@@ -130,14 +131,14 @@ def replayed(comm: Communicator, captured: bool) -> tuple[list[str], bool]:
     return spied.calls, all(x() is not None for x in used)
 
 
-def test_a_replay_that_may_run_is_stopped_and_keeps_its_windows(over_peer):
-    assert over_peer(2)(replayed, True) == [(["stop"], True)] * 2
-    over_peer(2)(replayed, False)
+def test_a_failure_stops_replays_and_keeps_their_windows(over_peer):
+    assert over_peer(2)(windows_after_failure, True) == [(["stop"], True)] * 2
+    over_peer(2)(windows_after_failure, False)
 
 
 @on_ranks(2, pool="over_peer")
 def test_windows_are_freed_after_a_failure_once_all_kernels_have_ended(comm: Communicator) -> None:
-    """Where rank 0's kernel waits for a rank that aborts."""
+    """Rank 0's kernel waits for rank 1, which aborts."""
     other = comm.duplicate()
     other._transport._windows = spied = Spied(other._transport._windows)
     if comm.rank == 0:
@@ -164,7 +165,7 @@ class Counted:
 
 
 @on_ranks(2, pool="over_peer")
-def test_a_call_is_one_launch_and_the_same_again_makes_no_other_job(comm: Communicator) -> None:
+def test_a_call_is_one_launch_and_repeating_it_reuses_its_job(comm: Communicator) -> None:
     transport, x = comm._transport, torch.ones(100)
     transport._kernels = counted = Counted(transport._kernels)
     comm.all_reduce(x)
@@ -175,12 +176,12 @@ def test_a_call_is_one_launch_and_the_same_again_makes_no_other_job(comm: Commun
     assert len(transport._jobs_made) == made
     comm.all_reduce(x.bfloat16())
     assert len(transport._staging) > room
-    comm.all_reduce(x)  # as in a graph that is captured now
+    comm.all_reduce(x)  # as when the call is captured in a graph now
     assert len(transport._jobs_made) == made + 1
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8, 64, 300])
-def test_a_window_is_no_larger_than_it_may_be(ranks: int):
+def test_the_size_of_windows_is_bounded(ranks: int):
     made = shape(ranks, channels=16)
     made.check()
     held = ranks * 16 * DEPTH * made.slab
@@ -188,7 +189,7 @@ def test_a_window_is_no_larger_than_it_may_be(ranks: int):
     assert made.slab == SLAB if ranks <= 8 else 2 * held > MOST
 
 
-def apart(comm: Communicator) -> str:
+def init_on_two_hosts(comm: Communicator) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rendezvous, "host", lambda: f"host{comm.rank} boot{comm.rank}")
         with pytest.raises(ringdp.CommunicationError) as error:
@@ -196,12 +197,12 @@ def apart(comm: Communicator) -> str:
     return str(error.value)
 
 
-def test_ranks_of_two_hosts_are_told_what_to_take(ranks):
-    for said in ranks(2)(apart):
-        assert "on host host" in said
-        assert "allowed: one host, or between hosts transport 'nccl', or 'c10d'" in said
+def test_on_two_hosts_the_error_names_other_transports(ranks):
+    for message in ranks(2)(init_on_two_hosts):
+        assert "on host host" in message
+        assert "allowed: one host, or between hosts transport 'nccl', or 'c10d'" in message
 
 
-def test_it_says_what_it_needs():
+def test_peer_without_a_gpu_is_refused():
     with pytest.raises(ringdp.UsageError, match=r"'peer' needs a CUDA device, .*'peer-host'"):
         ringdp.init(transport="peer")

@@ -1,4 +1,4 @@
-"""The C++ that runs programs, under the sanitizers of threads, of addresses and of behaviour."""
+"""csrc's C++ under ThreadSanitizer, AddressSanitizer and UndefinedBehaviorSanitizer."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from tests.builds import Build, Builds
 
 pytestmark = pytest.mark.process
 
-SECONDS = 600  # only a hang reaches it
+SECONDS = 600  # only a hang takes as long
 
-# What is stored with release, and calls in which a race shows where it is not.
+# Variable stored with release order -> the modes that race if it is relaxed.
 RELEASES = {
     "head": ("broadcast", "messages"),
     "tail": ("broadcast", "messages"),
     **dict.fromkeys(("laid", "taken", "collected", "flag", "count"), ("direct",)),
     **dict.fromkeys(("head_", "tail_"), ("tapes",)),
 }
-# -fno-builtin: short copies are calls, too, of which alone GCC's sanitizer of threads sees.
+# -fno-builtin: short copies become calls, which is all that GCC's ThreadSanitizer sees of them.
 OPTIONS = ("-O1", "-g1", "-DRINGDP_CLONES=", "-fno-builtin", "-fno-sanitize-recover=all")
 SOURCE = "transport/ranks_in_threads.cpp"
 BUILDS = {
     "thread": Build(SOURCE, (*OPTIONS, "-fsanitize=thread"), relaxes=True),
-    # -Og finds the same, and takes 9 s of a core to compile, where -O1 takes 15.
+    # -Og finds the same and compiles in 9 s, -O1 in 15.
     "address": Build(SOURCE, (*OPTIONS, "-Og", "-fsanitize=address,undefined")),
 }
 
 
 def run(command: list[str], relaxed: str = "") -> subprocess.CompletedProcess[str]:
-    """`relaxed`: see `Build`."""
+    """`relaxed`: the variable whose stores are relaxed, see `Build`."""
     env = {**os.environ, f"RELAXED_{relaxed}": "", "TSAN_OPTIONS": "halt_on_error=1"}
     start = partial(subprocess.run, capture_output=True, encoding="utf-8", timeout=SECONDS, env=env)
-    # -R: a fixed layout, without which older sanitizers of threads stop at once
+    # -R: a fixed address layout, without which older ThreadSanitizers refuse to start
     done = start(["setarch", "-R", *command] if shutil.which("setarch") else command)
     if "personality" in done.stderr:  # a container may forbid it
         done = start(command)
@@ -47,7 +47,7 @@ def run(command: list[str], relaxed: str = "") -> subprocess.CompletedProcess[st
     return done
 
 
-def programs(collective: str, algorithm: str, at: Path) -> list[str]:
+def program_files(collective: str, algorithm: str, at: Path) -> list[str]:
     files = []
     for r in range(3):
         p = fuse(project(schedule(collective, algorithm, 3), r))
@@ -58,20 +58,20 @@ def programs(collective: str, algorithm: str, at: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("sanitizer", ["thread", "address"])
-def test_no_race_and_no_stray_access(tmp_path: Path, builds: Builds, sanitizer: str) -> None:
+def test_sanitizers_find_no_error(tmp_path: Path, builds: Builds, sanitizer: str) -> None:
     program = str(builds[BUILDS[sanitizer]])
     for collective, algorithm in (
         ("all_reduce", "ring"),
         ("all_reduce", "direct"),
         ("broadcast", "ring"),
     ):
-        done = run([program, *programs(collective, algorithm, tmp_path)])
+        done = run([program, *program_files(collective, algorithm, tmp_path)])
         assert done.returncode == 0, done.stderr
     for what in "direct", "messages":
         for n in "1", "2", "3":
             done = run([program, what, n])
             assert done.returncode == 0, done.stderr
-    for what in "bells", "tapes":  # a bell that is not heard would let it sleep for an hour
+    for what in "bells", "tapes":  # a lost wake-up would sleep for an hour
         done = run([program, what])
         assert done.returncode == 0, done.stderr
 
@@ -82,9 +82,11 @@ def racing(program: Path, relaxed: str, arguments: list[str]) -> bool:
 
 
 @pytest.mark.parametrize("relaxed", RELEASES)
-def test_a_release_made_relaxed_is_a_race(tmp_path: Path, builds: Builds, relaxed: str) -> None:
-    """Else the test above shows nothing."""
+def test_thread_sanitizer_finds_every_relaxed_release(
+    tmp_path: Path, builds: Builds, relaxed: str
+) -> None:
+    """Shows that the test above would find a race."""
     for what in RELEASES[relaxed]:
         broadcast = what == "broadcast"
-        arguments = programs("broadcast", "ring", tmp_path) if broadcast else [what, "2"]
+        arguments = program_files("broadcast", "ring", tmp_path) if broadcast else [what, "2"]
         assert racing(builds[BUILDS["thread"]], relaxed, arguments), what

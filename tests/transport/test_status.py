@@ -1,4 +1,5 @@
-"""What ranks over a torch.distributed group tell one another: the table of all, when one asks."""
+"""Status boards over a torch.distributed group: each rank's state, from which errors draw their
+table."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from ringdp.transport.records import (
 from ringdp.transport.store import status
 from ringdp.transport.store.processes import introduce, process_state
 from ringdp.transport.store.status import LAST, State, StatusBoard, read, written
-from tests.comm.failing import hear, row_of
+from tests.comm.failing import catch, row_of
 from tests.forks import CALL_TIMEOUT, Forks, Report, store
 
 CALLED = [(k, 1 << 4, 10 * k, b"train.py:40".ljust(SITE_BYTES, b"\0")) for k in range(CALLS + 5)]
@@ -37,13 +38,13 @@ RECORD = RankRecord(77, 5, 4, 2, 1, 0.25)
 STATE = State(RECORD, CALLED[9], {4: CALLED[4], 3: CALLED[3]})
 
 
-def test_an_answer_comes_back():
+def test_a_state_is_read_back_as_written():
     assert read(written(3, STATE), 3, 77, 2) == STATE
     closed = State(RECORD._replace(pid=CLOSED))
     assert read(written(LAST, closed), LAST, 77, 2) == closed
 
 
-def test_an_answer_is_short_enough_and_none_to_a_later_question():
+def test_a_full_state_fits_and_does_not_answer_a_later_question():
     state = STATE._replace(calls={call[0]: call for call in CALLED[:CALLS]})
     text = written(3, state._replace(record=RECORD._replace(begun=CALLS, finished=CALLS)))
     assert len(read(text, 3, 77, 2).calls) == CALLS
@@ -68,11 +69,11 @@ def test_an_answer_is_short_enough_and_none_to_a_later_question():
         "9 0 5 4 2 1 0" + "\n" * status.LONGEST,
     ],
 )
-def test_what_makes_no_sense_is_no_answer(text: str):
+def test_malformed_states_are_ignored(text: str):
     assert read(text, 3, 77, 2) is None
 
 
-def test_a_call_that_makes_no_sense_is_not_there():
+def test_malformed_calls_in_a_state_are_left_out():
     lines = written(3, STATE).split("\n")
     lines[2:] = ["4 1 1 00", "x", *lines[3:], "999 16 70 " + b"later".ljust(SITE_BYTES).hex()]
     assert read("\n".join(lines), 3, 77, 2) == STATE._replace(calls={3: CALLED[3]})
@@ -90,12 +91,12 @@ def test_what_makes_no_sense_is_no_call(text: str):
 
 
 def begin(board: StatusBoard, call: Call) -> None:
-    """As a transport does."""
+    """Records the start of a call, as a transport does."""
     board.calls[call[0]] = call, time.monotonic()
     board.begun = call[0] + 1
 
 
-def test_a_rank_is_in_the_first_of_what_it_has_begun(store_client):
+def test_a_rank_is_in_the_first_unfinished_call(store_client):
     board = StatusBoard(store_client(HashStore()), 0, 1)
     for call in CALLED:
         begin(board, call)
@@ -106,21 +107,21 @@ def test_a_rank_is_in_the_first_of_what_it_has_begun(store_client):
     record, _, calls = board.state()
     assert (record.begun, record.finished) == (len(CALLED), len(CALLED) - 1)
     assert calls == {call[0]: call for call in CALLED[-CALLS:]}
-    assert len(board.calls) <= CALLS + 2  # what has ended longer ago is forgotten
+    assert len(board.calls) <= CALLS + 2  # calls that ended longer ago are dropped
 
 
-def test_how_long_a_rank_is_in_it_counts_from_its_begin(store_client):
+def test_the_time_in_a_call_counts_from_its_start(store_client):
     board = StatusBoard(store_client(HashStore()), 0, 1)
     time.sleep(0.02)
     before = time.monotonic()
     begin(board, CALLED[0])
     time.sleep(0.02)
-    begin(board, CALLED[1])  # which waits behind it
+    begin(board, CALLED[1])  # waits behind it
     assert 0.02 <= board.state().record.seconds <= time.monotonic() - before
 
 
-def test_it_is_in_what_has_not_ended_though_a_later_one_has(store_client):
-    """Over NCCL a collective of the host and one of the device go on beside each other."""
+def test_a_call_is_in_progress_although_a_later_one_has_ended(store_client):
+    """Over NCCL a collective of the host and one of the device can be in progress at once."""
     board = StatusBoard(store_client(HashStore()), 0, 1)
     for k in range(3):
         begin(board, CALLED[k])
@@ -132,7 +133,7 @@ def test_it_is_in_what_has_not_ended_though_a_later_one_has(store_client):
     assert (record.begun, record.finished, max(calls)) == (2, 1, 2)
 
 
-def test_a_rank_without_an_answer_is_told_by_its_process(store_client, monkeypatch):
+def test_a_silent_rank_is_described_by_its_process(store_client, monkeypatch):
     monkeypatch.setattr(status, "PATIENCE", 0.01)
     place = HashStore()
     ranks = [StatusBoard(store_client(place), rank, 4) for rank in range(4)]
@@ -155,7 +156,7 @@ def test_a_rank_without_an_answer_is_told_by_its_process(store_client, monkeypat
 
 
 def stalls(comm: Communicator, report: Report, how: str) -> None:
-    """Rank 2 has called collective 0 only, where the others are in the next."""
+    """Rank 2 has called only collective 0; the others are in the next one."""
     status.PATIENCE = 0.5 if how == "stopped" else CALL_TIMEOUT
     c, talk, victim = ringdp.init(transport="c10d", timeout=CALL_TIMEOUT), store(), 2
     c.barrier()
@@ -165,7 +166,7 @@ def stalls(comm: Communicator, report: Report, how: str) -> None:
         if how == "stopped":
             os.kill(os.getpid(), signal.SIGSTOP)
         talk.wait(["done/0", "done/1"])
-        report(hear(c, c.barrier))
+        report(catch(c, c.barrier))
     else:
         while how == "stopped" and "stopped" not in process_state(pid):
             time.sleep(0.01)
@@ -174,7 +175,7 @@ def stalls(comm: Communicator, report: Report, how: str) -> None:
             time.sleep(0.01)
         talk.set(f"came/{comm.rank}", "")
         talk.wait(["came/0", "came/1"])
-        report(hear(c, lambda: work.wait(0.3)))
+        report(catch(c, lambda: work.wait(0.3)))
         talk.set(f"done/{comm.rank}", "")
         talk.wait(["done/0", "done/1"])
         os.kill(pid, signal.SIGCONT)
@@ -183,7 +184,7 @@ def stalls(comm: Communicator, report: Report, how: str) -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize("how", ["sleeping", "stopped"])
-def test_all_are_in_the_table_though_they_share_no_memory(forks: Forks, how: str):
+def test_the_table_shows_all_ranks_without_shared_memory(forks: Forks, how: str):
     for rank, (code, (h,)) in enumerate(forks(3, stalls, how)):
         assert code == 0
         assert h.error == h.again == "CollectiveTimeout", h
@@ -206,16 +207,16 @@ def test_all_are_in_the_table_though_they_share_no_memory(forks: Forks, how: str
 
 
 def other_roots(comm: Communicator, report: Report) -> None:
-    """Every rank waits for another one: no message tells them that they disagree."""
+    """Each rank waits for another; no message shows that they disagree."""
     status.PATIENCE = CALL_TIMEOUT
     c = ringdp.init(transport="c10d", timeout=CALL_TIMEOUT, warn_after=0.1)
     root = (comm.rank + 1) % comm.size
-    report(hear(c, lambda: c.broadcast(torch.ones(100), root)))
+    report(catch(c, lambda: c.broadcast(torch.ones(100), root)))
     comm.barrier()
 
 
 @pytest.mark.process
-def test_different_roots_are_a_mismatch(forks: Forks):
+def test_different_roots_are_a_mismatch_over_gloo(forks: Forks):
     for code, (h,) in forks(3, other_roots):
         assert code == 0
         assert h.error == h.again == "CollectiveMismatch", h
@@ -223,8 +224,9 @@ def test_different_roots_are_a_mismatch(forks: Forks):
         assert len(set(re.findall(calls, h.text, re.M))) == 2, h
 
 
-def meets_late(comm: Communicator, report: Report) -> None:
-    """A thread of rank 0 waits at the store for rank 1, and that for another thread of rank 0."""
+def wait_at_the_store(comm: Communicator, report: Report) -> None:
+    """A thread of rank 0 waits at the store for rank 1, which waits for another thread of rank
+    0."""
     one = ringdp.init(transport="c10d", timeout=CALL_TIMEOUT / 3)
     other = one.duplicate()
     other.barrier()
@@ -232,7 +234,7 @@ def meets_late(comm: Communicator, report: Report) -> None:
     meet = Thread(target=lambda: made.append(one.duplicate()))
     if comm.rank == 0:
         meet.start()
-    time.sleep(0.3)  # or the store was not asked for long enough
+    time.sleep(0.3)  # long enough for the wait at the store to begin
     other.all_reduce(torch.ones(3))
     if comm.rank == 1:
         meet.start()
@@ -242,5 +244,5 @@ def meets_late(comm: Communicator, report: Report) -> None:
 
 
 @pytest.mark.process
-def test_who_waits_at_the_store_keeps_no_other_thread_from_it(forks: Forks):
-    assert [code for code, _ in forks(2, meets_late)] == [0, 0]
+def test_a_thread_that_waits_at_the_store_does_not_block_others(forks: Forks):
+    assert [code for code, _ in forks(2, wait_at_the_store)] == [0, 0]

@@ -1,4 +1,4 @@
-"""A store that gives no answer for a while: whoever asks it, or waits through it, goes on."""
+"""A store that does not answer for a while must not block or fail its clients."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from ringdp.transport.store.failures import Failures
 from ringdp.transport.store.handshake import Handshake
 from ringdp.transport.store.status import Reporting
 
-SHORT = 0.05  # s
+SHORT = 0.05  # seconds
 
 
 class Stopped(HashStore):
-    """Whoever serves it goes on when it is told so."""
+    """A store whose server stops answering until `goes_on` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,9 +48,9 @@ def stopped() -> Iterator[Stopped]:
     store.goes_on.set()
 
 
-def test_who_asks_waits_so_long_and_who_asks_then_not_at_all(store_client, stopped: Stopped):
+def test_a_request_times_out_and_requests_behind_it_fail_at_once(store_client, stopped: Stopped):
     ask = store_client(stopped).ask
-    while not stopped.asked.is_set():  # what the thread does not come to in time is dropped
+    while not stopped.asked.is_set():  # a request that the thread does not start in time is dropped
         with pytest.raises(StoreSilent, match="has given no answer for"):
             ask(lambda store: store.check(["a"]), SHORT)
     done: list[str] = []
@@ -66,7 +66,7 @@ def test_who_asks_waits_so_long_and_who_asks_then_not_at_all(store_client, stopp
     assert done == ["later"]
 
 
-def test_errors_come_back_and_a_store_that_was_not_reached_is_tried_again():
+def test_errors_are_passed_on_and_connecting_is_retried():
     found: list[Callable[[], HashStore]] = [HashStore]
 
     def reach() -> HashStore:
@@ -83,7 +83,7 @@ def test_errors_come_back_and_a_store_that_was_not_reached_is_tried_again():
         assert store.ask(lambda s: s.get("a")) == b"b"
 
 
-def test_a_lack_of_threads_is_an_error_of_ours(monkeypatch):
+def test_a_lack_of_threads_raises_communication_error(monkeypatch):
     def start(_: Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -92,9 +92,7 @@ def test_a_lack_of_threads_is_an_error_of_ours(monkeypatch):
         StoreClient(HashStore)
 
 
-def test_a_silent_store_is_no_failure_and_hears_of_one_when_it_goes_on(
-    store_client, stopped: Stopped
-):
+def test_a_failure_is_published_once_a_silent_store_answers(store_client, stopped: Stopped):
     failures = Failures(store_client(stopped), 1, 2, lambda: True)
     failures.poll()
     assert failures.failure is None
@@ -109,13 +107,13 @@ def test_a_silent_store_is_no_failure_and_hears_of_one_when_it_goes_on(
 
 
 class Cut:
-    """A group whose other rank's connection has ended."""
+    """A group whose connection to the other rank is cut."""
 
     def recv(self, *_: object) -> NoReturn:
         raise RuntimeError("Connection closed by peer")
 
 
-def test_a_loss_is_told_though_the_store_is_silent_for_a_while(store_client, stopped: Stopped):
+def test_a_lost_rank_is_reported_although_the_store_was_silent(store_client, stopped: Stopped):
     failures = Failures(store_client(stopped), 0, 2, lambda: True)
     sees = Thread(target=watch_for_end, args=(Cut(), failures, 1))
     sees.start()
@@ -127,7 +125,7 @@ def test_a_loss_is_told_though_the_store_is_silent_for_a_while(store_client, sto
 
 
 class Busy(HashStore):
-    """At its start, for longer than an answer may take later."""
+    """A store that at first answers later than is allowed afterwards."""
 
     def clone(self) -> Busy:
         return self
@@ -137,11 +135,11 @@ class Busy(HashStore):
         super().set(key, value)
 
 
-def test_who_comes_to_a_busy_store_waits_for_as_long_as_its_timeout_says():
+def test_joining_waits_for_a_busy_store_up_to_the_timeout():
     assert Reporting(Busy(), 0, 1).record(0).pid == os.getpid()
 
 
-def test_who_makes_a_communicator_waits_no_longer_than_the_timeout(stopped: Stopped):
+def test_making_a_communicator_over_a_silent_store_times_out(stopped: Stopped):
     handshake = Handshake(stopped, 0, 2)
     with (
         pytest.raises(

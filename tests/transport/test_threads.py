@@ -1,4 +1,4 @@
-"""What threads wait at, and what they hear from one another, though Ctrl-C may come at any step."""
+"""How threads wait and pass results on, with Ctrl-C possible at any step."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 
 from ringdp.transport.threads import Answer, Bell, complete
 
-SOON = 0.01  # s
+SHORT = 0.01  # seconds
 
 
-def test_a_bell_wakes_all_who_wait_and_those_go_on_for_whom_it_holds():
+def test_a_bell_wakes_the_waiters_whose_condition_holds():
     bell, there = Bell(), list[int]()
     done = list[int]()
 
@@ -31,19 +31,19 @@ def test_a_bell_wakes_all_who_wait_and_those_go_on_for_whom_it_holds():
     assert done == [1, 0, 2]
 
 
-def test_who_waits_at_a_bell_no_longer_than_asked_leaves_nothing_there():
+def test_a_wait_that_times_out_is_removed_from_the_bell():
     bell = Bell()
-    bell.wait_for(lambda: False, SOON)
+    bell.wait_for(lambda: False, SHORT)
     bell.wait_for(lambda: False, 0.0)
     assert not bell._waiting
 
 
-def test_who_leaves_a_bell_by_ctrl_c_keeps_nobody_from_it():
+def test_a_wait_ended_by_ctrl_c_does_not_block_others():
     bell, asked = Bell(), list[bool]()
 
     def interrupted() -> bool:
         asked.append(True)
-        if len(asked) == 2:  # when it waits, as far as others know
+        if len(asked) == 2:  # the second check is made when the bell counts it as waiting
             raise KeyboardInterrupt
         return False
 
@@ -57,18 +57,18 @@ def test_who_leaves_a_bell_by_ctrl_c_keeps_nobody_from_it():
     assert not bell._waiting
 
 
-def test_an_answer_is_what_is_found_or_the_error():
+def test_an_answer_gives_the_result_or_raises_the_error():
     found, failed = Answer[int](), Answer[int]()
     with pytest.raises(Empty):
-        found.get(SOON)
+        found.get(SHORT)
     found.find(lambda: 7)
     failed.find(lambda: 1 // 0)
-    assert found.get(SOON) == 7
+    assert found.get(SHORT) == 7
     with pytest.raises(ZeroDivisionError):
-        failed.get(SOON)
+        failed.get(SHORT)
 
 
-def test_an_end_that_ctrl_c_has_cut_short_comes_again():
+def test_an_interrupted_finalizer_runs_again():
     class Held:
         pass
 

@@ -1,4 +1,5 @@
-"""Windows: what a rank says of its own, and what of another's it refuses; CUDA's with a fake."""
+"""Windows: what a rank publishes of its own, and which of the others' it refuses; CUDA's with a
+stub."""
 
 from __future__ import annotations
 
@@ -21,33 +22,36 @@ from ringdp.transport.shm import files
 SIZE = 4096
 
 
-class Said:
-    """In place of Handshake, for rank 0: what it says, and what the others have said."""
+class StubHandshake:
+    """Stands in for the Handshake of rank 0: records what it publishes and returns what others
+    published."""
 
     rank = 0
 
     def __init__(self, *others: str) -> None:
         self.ranks = 1 + len(others)
-        self.said: dict[str, str] = {f"window/{r}": said for r, said in enumerate(others, 1)}
+        self.published: dict[str, str] = {
+            f"window/{r}": published for r, published in enumerate(others, 1)
+        }
 
     def publish(self, key: str, what: str) -> None:
-        self.said[key] = what
+        self.published[key] = what
 
     def read(self, key: str, rank: int) -> bytes:
-        return self.said[key].encode()
+        return self.published[key].encode()
 
     def barrier(self, what: str) -> None: ...
 
 
-def held(size: int) -> tuple[int, str]:
-    """A window of another rank: here one of this process."""
+def make_window(size: int) -> tuple[int, str]:
+    """Another rank's window, made in this process."""
     fd = files.create("ringdp-window-1", size, reserve=False)
     return fd, f"{os.getpid()} {fd}"
 
 
-def test_each_rank_writes_to_the_others() -> None:
-    fd, where = held(SIZE)
-    windows = HostWindows(Said(where), SIZE)
+def test_each_rank_can_write_to_the_others_windows() -> None:
+    fd, where = make_window(SIZE)
+    windows = HostWindows(StubHandshake(where), SIZE)
     assert len(set(windows.addresses)) == 2
     ctypes.memmove(windows.addresses[1] + 5, b"hello", 5)
     assert os.pread(fd, 5, 5) == b"hello"
@@ -61,11 +65,11 @@ def test_each_rank_writes_to_the_others() -> None:
     os.close(fd)
 
 
-def test_refuses_what_is_no_window() -> None:
-    small, where = held(SIZE // 2)
+def test_malformed_windows_are_refused() -> None:
+    small, where = make_window(SIZE // 2)
     pipe, other = os.pipe()
     before = set(os.listdir("/proc/self/fd"))
-    for said, message in (
+    for published, message in (
         ("", "rank 1's window cannot be at b''"),
         ("1 2 3", "cannot be at"),
         ("x y", "cannot be at"),
@@ -74,7 +78,7 @@ def test_refuses_what_is_no_window() -> None:
         (f"{os.getpid()} 9999", "cannot open rank 1's shared memory"),
     ):
         with pytest.raises(CommunicationError, match=message):
-            HostWindows(Said(said), SIZE)
+            HostWindows(StubHandshake(published), SIZE)
     assert set(os.listdir("/proc/self/fd")) == before
     for fd in (small, pipe, other):
         os.close(fd)
@@ -85,13 +89,13 @@ class Refused(RuntimeError):
 
 
 class Runtime:
-    """What CuPy's documentation says of cupy.cuda.runtime, as far as it is used."""
+    """Stands in for cupy.cuda.runtime as documented, as far as it is used."""
 
     CUDARuntimeError = Refused
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
-        self.mark = SIZE, 1  # of what is opened
+        self.mark = SIZE, 1  # what an opened window contains
 
     def malloc(self, size: int) -> int:
         self.calls.append(("malloc", size))
@@ -137,14 +141,14 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     return runtime
 
 
-def test_windows_of_gpus_are_mapped_by_their_handles(
+def test_windows_on_gpus_are_mapped_by_their_handles(
     runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    theirs, said = bytes([5]) * HANDLE_BYTES, Said((bytes([5]) * HANDLE_BYTES).hex())
-    windows = CudaWindows(torch.device("cuda:1"), said, SIZE)
+    theirs, published = bytes([5]) * HANDLE_BYTES, StubHandshake((bytes([5]) * HANDLE_BYTES).hex())
+    windows = CudaWindows(torch.device("cuda:1"), published, SIZE)
     own = 1 << 30
     assert windows.addresses == [own, 1 << 40]
-    assert said.said["window/0"] == (bytes([7]) * HANDLE_BYTES).hex()
+    assert published.published["window/0"] == (bytes([7]) * HANDLE_BYTES).hex()
     assert runtime.calls == [
         ("malloc", SIZE),
         ("memset", own, 0, SIZE),
@@ -154,7 +158,8 @@ def test_windows_of_gpus_are_mapped_by_their_handles(
         ("memcpy", (1 << 40) + 8, 2),
     ]
     runtime.calls.clear()
-    monkeypatch.delattr(torch.Tensor, "pin_memory")  # which may wait for the kernel to stop
+    # pinning may wait for the kernel that must be stopped
+    monkeypatch.delattr(torch.Tensor, "pin_memory")
     windows.stop(3)
     ((name, to, _, *rest), waited) = runtime.calls
     assert (name, to, rest, waited) == ("memcpyAsync", own, [8, 1, 77], ("stream",))
@@ -165,18 +170,18 @@ def test_windows_of_gpus_are_mapped_by_their_handles(
 
 
 @pytest.mark.parametrize("mark", [(0, 0), (SIZE, 2), (2 * SIZE, 1)])
-def test_what_is_no_window_of_that_rank_is_let_go_of(
+def test_a_window_of_another_rank_or_size_is_closed_and_refused(
     runtime: Runtime, mark: tuple[int, int]
 ) -> None:
-    """Of a message that is damaged, or of another communicator's."""
+    """As from a damaged message, or of another communicator."""
     runtime.mark = mark
     with pytest.raises(CommunicationError, match="it is no window of 4096 bytes of rank 1"):
-        CudaWindows(torch.device("cuda:1"), Said("05" * HANDLE_BYTES), SIZE)
+        CudaWindows(torch.device("cuda:1"), StubHandshake("05" * HANDLE_BYTES), SIZE)
     assert runtime.calls[-2:] == [("close", 1 << 40), ("free", 1 << 30)]
 
 
-def test_gpus_that_do_not_reach_each_other_are_told_so(runtime: Runtime) -> None:
-    for said, message in (
+def test_unreachable_gpus_and_malformed_handles_are_errors(runtime: Runtime) -> None:
+    for published, message in (
         (
             "09" * HANDLE_BYTES,
             "cannot have and map windows of 4096 bytes: cudaErrorPeerAccessUnsupported; .*NVLink",
@@ -185,5 +190,5 @@ def test_gpus_that_do_not_reach_each_other_are_told_so(runtime: Runtime) -> None
         ("no handle", "rank 2's window cannot be at"),
     ):
         with pytest.raises(CommunicationError, match=message):
-            CudaWindows(torch.device("cuda:1"), Said("05" * HANDLE_BYTES, said), SIZE)
+            CudaWindows(torch.device("cuda:1"), StubHandshake("05" * HANDLE_BYTES, published), SIZE)
         assert runtime.calls[-2:] == [("close", 1 << 40), ("free", 1 << 30)]

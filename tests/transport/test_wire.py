@@ -1,4 +1,4 @@
-"""Messages over a torch.distributed group: they arrive as they were sent, whatever their length."""
+"""Messages over a torch.distributed group arrive as sent, whatever their length."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from ringdp.transport.c10d import wire
 
 
 @pytest.mark.parametrize("length", [0, 1, wire.INLINE, wire.INLINE + 1, 5 * wire.INLINE])
-def test_a_message_in_two_parts(length: int):
+def test_messages_of_any_length_arrive(length: int):
     class Loop:
-        """A group of one rank, whose sends arrive in the order of sending."""
+        """A group of one rank that delivers in order."""
 
         sent: list[torch.Tensor] = []  # noqa: RUF012
 

@@ -10,7 +10,7 @@
 #include <memory>
 #include <mutex>
 
-// A sanitizer knows memory by its address: every rank must see a file at the same one.
+// Sanitizers identify memory by its address, so every rank must map a file at the same one.
 static std::map<ino_t, void*> mapped;
 static std::mutex mapping;
 static void* map_once(void* at, std::size_t bytes, int access, int flags, int fd, off_t offset) {
@@ -39,11 +39,11 @@ void check(bool right, const char* what) {
   std::_Exit(1);
 }
 
-constexpr std::size_t kArena = 1 << 18;  // floats a rank
+constexpr std::size_t kArena = 1 << 18;  // floats per rank
 std::vector<float> arena;
 
 std::vector<std::unique_ptr<Progress>> connected(int n) {
-  mapped.clear();  // a new file may have the number of one that has gone
+  mapped.clear();  // a new file may have the inode number of a deleted one
   const int fd = int(syscall(SYS_memfd_create, "ringdp-test", 0));
   check(ftruncate(fd, Segment::size(n, kDepth, kSlab)) == 0, "a segment");
   std::vector<std::unique_ptr<Progress>> ranks;
@@ -53,6 +53,6 @@ std::vector<std::unique_ptr<Progress>> connected(int n) {
         Arena{reinterpret_cast<std::byte*>(arena.data()), arena.size() * 4}, Link{}));
   close(fd);
   for (auto& rank : ranks) rank->connect();
-  for (int r = 1; r < n; r += 2) ranks[r]->trace(64);  // tapes that soon are full
+  for (int r = 1; r < n; r += 2) ranks[r]->trace(64);  // tapes that are soon full
   return ranks;
 }

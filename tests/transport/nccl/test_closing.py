@@ -22,7 +22,7 @@ from tests.forks import Forks
 from tests.ranks import on_ranks
 from tests.transport.nccl.behind import BehindStreams, Spied, behind
 from tests.transport.nccl.faults import only_with_host_nccl
-from tests.transport.test_c10d import gone_again, is_late, server_stops
+from tests.transport.test_c10d import assert_rank_0_is_late, resources_are_freed, server_stops
 
 only_with_host_nccl()
 pytestmark = pytest.mark.process
@@ -51,11 +51,11 @@ def test_what_has_closed_keeps_nothing_on_the_device(comm: Communicator) -> None
 
 
 def test_nothing_stays_of_one_that_is_closed(ranks) -> None:
-    ranks(2)(gone_again, "nccl-host", True)
+    ranks(2)(resources_are_freed, "nccl-host", True)
 
 
 def test_a_rank_0_that_is_stopped_with_its_store_is_late(forks: Forks) -> None:
-    is_late(forks(3, server_stops, "nccl-host"))
+    assert_rank_0_is_late(forks(3, server_stops, "nccl-host"))
 
 
 @on_ranks(2, pool="over_nccl")
@@ -118,7 +118,7 @@ def test_who_exits_by_an_error_waits_for_nobody(comm: Communicator) -> None:
     comm.barrier()
 
 
-def exits_unheard(comm: Communicator, heard: bool) -> tuple[list[str], int]:
+def exits_unheard(comm: Communicator, caught: bool) -> tuple[list[str], int]:
     """What it says, and whether it exits with an error."""
     other, failed, said = comm.duplicate(), list[None](), list[str]()
     behind(other)
@@ -127,7 +127,7 @@ def exits_unheard(comm: Communicator, heard: bool) -> tuple[list[str], int]:
         patch.setattr(in_flight.Watching, "heard", False)
         patch.setattr("ringdp._core.fail_at_exit", lambda: failed.append(None))
         patch.setattr("ringdp.comm.guard.log.error", lambda text, *of: said.append(text % of))
-        if heard:
+        if caught:
             with pytest.raises(CollectiveMismatch):
                 other.barrier()
         other._transport.end()

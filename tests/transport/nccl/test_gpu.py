@@ -20,7 +20,11 @@ import ringdp
 from ringdp import Communicator
 from tests.parallel.test_engine import WIDTH
 from tests.ranks import Pool
-from tests.transport.device_bodies import all_reduced, captured, clipped
+from tests.transport.device_bodies import (
+    all_reduce_on_gpu,
+    replay_captured_all_reduce,
+    train_clipped,
+)
 from tests.transport.over import over_gpu
 from tests.transport.test_conformance import ALGORITHMS, Case, expected
 
@@ -51,13 +55,13 @@ def test_two_processes_give_the_simulators_bits(on_gpu):
         for elements in (0, 1, 10_007, 3_000_001)
         for dtype, op in (("float32", "sum"), ("bfloat16", "sum"), ("int32", "max"))
     ]
-    by_rank = on_gpu(all_reduced, cases)
+    by_rank = on_gpu(all_reduce_on_gpu, cases)
     for i, case in enumerate(cases):
         assert [found[i] for found in by_rank] == expected(case, 2), case
 
 
 def test_a_collective_in_a_cuda_graph(on_gpu):
-    on_gpu(captured)
+    on_gpu(replay_captured_all_reduce)
 
 
 def duplicated(comm: Communicator) -> None:
@@ -90,7 +94,7 @@ def test_it_works_beside_torchs_own_group(on_gpu):
 
 def test_stage_3_has_the_losses_of_the_cpu(on_gpu, pool):
     """Each of 5 layers rounds sums of WIDTH products, forwards and backwards, in every step."""
-    for here, there in zip(on_gpu(clipped, "cuda"), pool(clipped), strict=True):
+    for here, there in zip(on_gpu(train_clipped, "cuda"), pool(train_clipped), strict=True):
         for i, (found, wanted) in enumerate(zip(here, there, strict=True)):
             bound = 2 * 5 * WIDTH * torch.finfo(torch.float32).eps * (1 + i // 2)
             assert abs(found - wanted) <= bound * abs(wanted)

@@ -16,7 +16,7 @@ from ringdp.transport.device import in_flight
 from ringdp.transport.device.launch_queue import launches, leave
 from ringdp.transport.device.streams import Streams
 from ringdp.transport.threads import Queue
-from tests.comm.failing import hear
+from tests.comm.failing import catch
 from tests.ranks import on_ranks
 from tests.transport.nccl.behind import Spied
 from tests.transport.nccl.faults import NONE, STALL, fault, only_with_host_nccl
@@ -151,9 +151,9 @@ def test_a_communicator_that_fails_or_closes_holds_up_no_other(comm: Communicato
     closed.close()
     if comm.rank == 1:
         fault(STALL, launches=1)  # its stamp still comes
-    heard = hear(other, lambda: other.all_reduce(xs[0], async_op=True).wait(0.5))
-    assert heard is not None
-    assert heard.error == "CollectiveTimeout"
+    caught = catch(other, lambda: other.all_reduce(xs[0], async_op=True).wait(0.5))
+    assert caught is not None
+    assert caught.error == "CollectiveTimeout"
     fault(NONE)  # which the launch may not have come to, where the other rank was late before
     comm.all_reduce(x := torch.ones(3))
     assert torch.all(x == comm.size)

@@ -11,11 +11,11 @@ import torch
 import ringdp
 from ringdp import Communicator
 from ringdp.comm import rendezvous
-from tests.comm.failing import Heard, hear
+from tests.comm.failing import Caught, catch
 from tests.forks import CALL_TIMEOUT, Report
 from tests.ranks import on_ranks
 from tests.transport.nccl.faults import FAIL, LOSE, NONE, STALL, fault, only_with_host_nccl
-from tests.transport.test_conformance import ROWS, Case, agree, found
+from tests.transport.test_conformance import ROWS, Case, assert_simulators_bits, results_of
 
 only_with_host_nccl()
 pytestmark = pytest.mark.process
@@ -26,7 +26,7 @@ DTYPES = ("float32", "bfloat16")
 
 def eight(comm: Communicator, report: Report, cases: list[Case]) -> None:
     with ringdp.init(transport="nccl-host", timeout=CALL_TIMEOUT) as other:
-        report(found(other, cases))
+        report(results_of(other, cases))
         comm.barrier()
 
 
@@ -40,7 +40,7 @@ def test_eight_ranks_give_the_simulators_bits(forks):
     def pool(_: Callable[..., Any], cases: list[Case]) -> list[list[bytes]]:
         return [said for _, (said,) in forks(8, eight, cases)]
 
-    agree(pool, 8, cases)
+    assert_simulators_bits(pool, 8, cases)
 
 
 def by_nccl(function: Callable[..., Any], *arguments: Any) -> None:
@@ -101,7 +101,7 @@ def test_nccls_own_collectives(comm: Communicator) -> None:
     assert comm._ready is None
 
 
-def suffers(comm: Communicator, what: int) -> Heard | None:
+def suffers(comm: Communicator, what: int) -> Caught | None:
     """Rank 1 does, in its third launch from now on; every collective has one for its stamp."""
     c = ringdp.init(transport="nccl-host", timeout=CALL_TIMEOUT)
     rendezvous._world = comm
@@ -110,24 +110,26 @@ def suffers(comm: Communicator, what: int) -> Heard | None:
     if comm.rank == 1:
         fault(what, launches=2)
     x, patience = torch.ones(1), 0.5 if what == STALL else None
-    heard = hear(c, lambda: c.all_reduce(x), lambda: c.all_reduce(x, async_op=True).wait(patience))
+    caught = catch(
+        c, lambda: c.all_reduce(x), lambda: c.all_reduce(x, async_op=True).wait(patience)
+    )
     c.close()
     fault(NONE)  # which the launch may not have come to, where another rank was late before
-    return heard
+    return caught
 
 
 @pytest.mark.parametrize("what", [FAIL, STALL])
 def test_a_fault_of_one_rank_is_an_error_on_all(ranks, what: int):
-    for heard in ranks(3)(suffers, what):
-        assert heard is not None
+    for caught in ranks(3)(suffers, what):
+        assert caught is not None
         if what == STALL:
-            assert heard.error == heard.again == "CollectiveTimeout"
+            assert caught.error == caught.again == "CollectiveTimeout"
         else:
-            assert heard.error == heard.again == "PeerLost"
-            assert "rank 1 has aborted (NCCL: NCCL_ERROR_REMOTE_ERROR" in heard.text
+            assert caught.error == caught.again == "PeerLost"
+            assert "rank 1 has aborted (NCCL: NCCL_ERROR_REMOTE_ERROR" in caught.text
 
 
-def lost(comm: Communicator) -> list[Heard | None]:
+def lost(comm: Communicator) -> list[Caught | None]:
     c = ringdp.init(transport="nccl-host", timeout=CALL_TIMEOUT)
     other = c.duplicate()
     c.barrier()
@@ -135,16 +137,19 @@ def lost(comm: Communicator) -> list[Heard | None]:
     if comm.rank == 1:
         fault(LOSE, launches=1)
     x = torch.ones(5000)
-    return [hear(c, lambda: c.all_reduce(x)), hear(other, lambda: other.all_gather(x.repeat(3), x))]
+    return [
+        catch(c, lambda: c.all_reduce(x)),
+        catch(other, lambda: other.all_gather(x.repeat(3), x)),
+    ]
 
 
 def test_a_killed_rank_is_named_on_every_other(fresh_ranks):
     said = fresh_ranks(3).outcomes(lost)
     assert said[1] is None
     for rank in (0, 2):
-        for heard in said[rank]:
-            assert heard.error == heard.again == "PeerLost", heard
-            assert "rank 1 has ended" in heard.text
+        for caught in said[rank]:
+            assert caught.error == caught.again == "PeerLost", caught
+            assert "rank 1 has ended" in caught.text
 
 
 def test_it_says_what_it_needs():
