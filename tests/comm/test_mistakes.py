@@ -13,7 +13,7 @@ from ringdp.comm.call import fingerprint, named
 from ringdp.schedule import Builder
 from tests.comm.failing import RANKS, Caught, Form, catch, forms, held, line_of
 from tests.forks import Forks, Report
-from tests.transport.test_conformance import star_all_reduce
+from tests.transport.test_conformance import star
 
 pytestmark = pytest.mark.process
 
@@ -94,7 +94,7 @@ def test_a_mistake_is_shown_to_all_with_both_lines(forks: Forks, n, turn):
 
 def other_algorithms(comm: Communicator, report: Report) -> None:
     """An exchange and two programs: some of the ranks get no message of another's."""
-    x, ways = torch.ones(100), ("direct", "ring", star_all_reduce)
+    x, ways = torch.ones(100), ("direct", "ring", star)
     for way in ways:
         comm.all_reduce(x, algorithm=way)
     report(catch(comm, lambda: comm.all_reduce(x, algorithm=ways[comm.rank % 3])))
@@ -140,7 +140,7 @@ def test_other_sizes_are_a_mismatch(forks: Forks, ranks: list[list[int]]):
         ("direct", ""),
         ("hierarchical:4", ", by hierarchical"),
         ("mine.py:star", ", by an algorithm of yours"),
-        (star_all_reduce, ", by an algorithm of yours"),
+        (star, ", by an algorithm of yours"),
     ],
 )
 def test_an_algorithm_is_called_by_its_name(algorithm: str | Builder, by: str):

@@ -14,7 +14,7 @@ from ringdp.comm.call import named, place
 from ringdp.comm.job import CallSpec, Job
 from ringdp.schedule import Schedule
 from tests.ranks import on_ranks
-from tests.transport.test_conformance import star_all_reduce
+from tests.transport.test_conformance import star
 
 pytestmark = pytest.mark.process
 
@@ -23,7 +23,7 @@ Call = Callable[[Communicator, Tensor, Tensor], Work]  # of a whole and a part o
 
 class Stars:
     def one(self, n: int) -> Schedule:
-        return star_all_reduce(n)
+        return star(n)
 
     __call__ = one
 
@@ -62,7 +62,7 @@ REPEATED: dict[str, Call] = {
     "scatter": lambda c, x, p: c.scatter(p, x if c.rank == 1 else None, 1),
     "all_to_all": lambda c, x, p: c.all_to_all(x, torch.empty_like(x)),
     "algorithm": lambda c, x, _: c.all_reduce(x, algorithm="ring"),
-    "own algorithm": lambda c, x, _: c.all_reduce(x, algorithm=star_all_reduce),
+    "own algorithm": lambda c, x, _: c.all_reduce(x, algorithm=star),
     "some string": lambda c, x, _: c.all_reduce(x, algorithm="".join(("r", "ing"))),
     "the default's name": lambda c, x, _: c.all_reduce(x, algorithm="direct"),
     "algorithm, async": lambda c, x, _: c.all_reduce(x, "max", algorithm="ring", async_op=True),
@@ -132,9 +132,9 @@ def test_each_algorithm_repeats_itself(comm: Communicator, each: int) -> None:
     xs = torch.randn(3, each * comm.size, generator=torch.Generator().manual_seed(comm.rank))
     first: dict[object, list[Tensor]] = {}
     for later in (False, False, True, True):
-        for algorithm in ("ring", "direct", star_all_reduce, "halving"):
+        for algorithm in ("ring", "direct", star, "halving"):
             for x, without_overlap in zip(xs, (True, False, True), strict=True):
-                by = "ring" if algorithm is star_all_reduce else algorithm
+                by = "ring" if algorithm is star else algorithm
                 whole = x.clone()
                 part = torch.empty(each) if without_overlap else own(comm, whole)
                 comm.reduce_scatter(part, whole, algorithm=by, async_op=later).wait()

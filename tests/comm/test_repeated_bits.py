@@ -13,7 +13,7 @@ from torch import Tensor
 from ringdp import Communicator, Work
 from tests.comm.test_repeated import issued_by_python, own
 from tests.ranks import on_ranks
-from tests.transport.test_conformance import ALGORITHMS, data, digest, star_all_reduce
+from tests.transport.test_conformance import ALGORITHMS, data, digest, star
 
 pytestmark = pytest.mark.process
 
@@ -52,7 +52,7 @@ def here(comm: Communicator, buffers: Buffers) -> Tensor | None:
 def ways(n: int) -> list[tuple[str, object, int, tuple[str, ...]]]:
     """Collective, algorithm, root, op."""
     rows = [(c, name) for c, names in ALGORITHMS.items() for name in names if name != "direct"]
-    rows += [("all_reduce", star_all_reduce), ("reduce", "direct")]
+    rows += [("all_reduce", star), ("reduce", "direct")]
     roots = {
         "reduce": (0, n - 1),
         "gather": (0, n - 1),

@@ -17,7 +17,7 @@ import ringdp
 from ringdp.comm import tracing
 from ringdp.tape.meeting import Meeting
 from tests.forks import CALL_TIMEOUT, store
-from tests.tape.traces import Read
+from tests.tape.traces import TraceFile
 
 pytestmark = pytest.mark.process
 
@@ -45,7 +45,7 @@ def test_a_rank_that_dies_leaves_the_others_parts_and_its_name(forks, tmp_path, 
     ended = forks(3, dies, path, transport)
     assert [e.code for e in ended] == [0, -signal.SIGKILL, 0]
     assert "rank 1" in ended[0].reported[0]
-    read = Read(path)
+    read = TraceFile(path)
     assert sorted(read.about["parts"]) == ["0", "2"]
     assert set(read.about["missing"]) == {"1"}
     assert "ended before it wrote its part" in read.about["missing"]["1"]
@@ -94,7 +94,7 @@ def test_the_file_is_rank_0s_wherever_the_others_are(ranks, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == found
     assert list((tmp_path / "other").iterdir()) == []
     for name, calls in (("run0", 1), ("again", 1), ("nothing", 0)):
-        read = Read(tmp_path / f"{name}.json")
+        read = TraceFile(tmp_path / f"{name}.json")
         assert sorted(read.about["parts"]) == ["0", "1"]
         assert [len(read.spans("collective", rank)) for rank in range(2)] == [calls] * 2
 
@@ -133,7 +133,7 @@ def test_the_store_does_not_say_where_a_rank_writes(ranks, tmp_path):
     (there := tmp_path / "there").mkdir()
     (elsewhere := tmp_path / "elsewhere").mkdir()
     ranks(2)(told_elsewhere, there / "run.json", elsewhere / "run.json")
-    assert sorted(Read(there / "run.json").about["parts"]) == ["0", "1"]
+    assert sorted(TraceFile(there / "run.json").about["parts"]) == ["0", "1"]
     assert [p.name for p in there.iterdir()] == ["run.json"]
     assert list(elsewhere.iterdir()) == []
 
@@ -156,7 +156,7 @@ def _says(said: str) -> Callable[..., None]:
 @pytest.mark.parametrize("said", ["a word", "0"])
 def test_a_part_that_makes_no_sense_costs_its_ranks_alone(ranks, tmp_path, said):
     ranks(2)(says_nonsense, tmp_path / "run.json", said)
-    read = Read(tmp_path / "run.json")
+    read = TraceFile(tmp_path / "run.json")
     assert sorted(read.about["parts"]) == ["0"]
     assert read.about["missing"]["1"].startswith("rank 1's part of the trace cannot be had: ")
 

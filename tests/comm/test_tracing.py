@@ -19,9 +19,9 @@ from ringdp.comm.store import VARIABLES
 from ringdp.schedule import fuse, project, schedule
 from ringdp.tape import recorder
 from ringdp.transport.tape import ENTRIES
-from tests.tape.traces import Read
+from tests.tape.traces import TraceFile
 from tests.transport.nccl.faults import only_with_host_nccl
-from tests.transport.test_conformance import star_all_reduce
+from tests.transport.test_conformance import star
 
 pytestmark = pytest.mark.process
 
@@ -33,7 +33,7 @@ def calls(comm: ringdp.Communicator, path: Path) -> int:
         comm.all_reduce(torch.ones(10))
         comm.all_reduce(torch.ones(1 << 20))
         comm.all_reduce(torch.ones(40_000), algorithm="ring", tag=7)
-        comm.all_reduce(torch.ones(5, dtype=torch.float64), "max", algorithm=star_all_reduce)
+        comm.all_reduce(torch.ones(5, dtype=torch.float64), "max", algorithm=star)
         out = torch.empty(comm.size * 3)
         comm.all_gather(out, torch.ones(3), async_op=True).wait()
         with comm.duplicate() as other:
@@ -44,11 +44,11 @@ def calls(comm: ringdp.Communicator, path: Path) -> int:
 
 
 @pytest.fixture(scope="module")
-def traced(ranks, tmp_path_factory) -> tuple[Read, int]:
+def traced(ranks, tmp_path_factory) -> tuple[TraceFile, int]:
     path = tmp_path_factory.mktemp("trace") / "run.json"
     first, *_ = ranks(3)(calls, path)
     assert [p.name for p in path.parent.iterdir()] == ["run.json"]
-    return Read(path), first
+    return TraceFile(path), first
 
 
 def lets_go(comm: ringdp.Communicator, path: Path) -> None:
@@ -60,7 +60,7 @@ def lets_go(comm: ringdp.Communicator, path: Path) -> None:
 def test_what_nobody_holds_any_more_is_there_too(ranks, tmp_path):
     ranks(2)(lets_go, tmp_path / "run.json")
     for rank in range(2):
-        found = Read(tmp_path / "run.json").spans("collective", rank)
+        found = TraceFile(tmp_path / "run.json").spans("collective", rank)
         assert [e["args"]["elements"] for e in found] == [1, 7]
 
 
@@ -133,7 +133,7 @@ def interrupted(comm: ringdp.Communicator, path: Path) -> None:
 
 def test_tiles_that_are_interrupted_add_up(ranks, tmp_path):
     ranks(2)(interrupted, tmp_path / "run.json")
-    read = Read(tmp_path / "run.json")
+    read = TraceFile(tmp_path / "run.json")
     for rank in range(2):
         for call in read.spans("collective", rank):
             tiles = [
@@ -180,7 +180,7 @@ def over_groups(comm: ringdp.Communicator, path: Path) -> None:
 
 def test_no_two_communicators_over_groups_have_one_name(ranks, tmp_path):
     ranks(2)(over_groups, tmp_path / "run.json")
-    read = Read(tmp_path / "run.json")
+    read = TraceFile(tmp_path / "run.json")
     found = [e["args"] for e in read.spans("collective")]
     calls = {(a["comm"], a["number"], a["elements"]) for a in found}
     assert len(calls) == len({call[:2] for call in calls})
@@ -200,7 +200,7 @@ def alone_again(_: ringdp.Communicator, path: Path) -> None:
 
 def test_one_process_that_begins_again_has_another_communicator(ranks, tmp_path):
     ranks(1)(alone_again, tmp_path / "run.json")
-    found = Read(tmp_path / "run.json").spans("collective")
+    found = TraceFile(tmp_path / "run.json").spans("collective")
     assert len({(e["args"]["comm"], e["args"]["number"]) for e in found}) == len(found) > 1
 
 
@@ -218,7 +218,7 @@ def late_by_turns(comm: ringdp.Communicator, path: Path) -> None:
 
 def test_who_waited_for_whom_shows_on_one_clock(ranks, tmp_path):
     ranks(2)(late_by_turns, tmp_path / "run.json")
-    read = Read(tmp_path / "run.json")
+    read = TraceFile(tmp_path / "run.json")
     for turn, late in ((1, 1), (3, 0)):
         late_one, early_one = (read.spans("collective", r)[turn] for r in (late, 1 - late))
         waited = late_one["ts"] - early_one["ts"]
@@ -237,7 +237,7 @@ def over(pool: ringdp.Communicator, transport: str, path: Path) -> None:
         comm.all_reduce(torch.ones(10))
         works = [
             comm.all_reduce(torch.ones(10), algorithm=algorithm, async_op=True)
-            for algorithm in ("ring", star_all_reduce)
+            for algorithm in ("ring", star)
         ]
         for work in works:
             work.wait()
@@ -251,7 +251,7 @@ def test_a_transport_without_a_tape_is_seen_from_outside(ranks, tmp_path, transp
     if transport == "nccl-host":
         only_with_host_nccl()
     ranks(2)(over, transport, tmp_path / "run.json")
-    read = Read(tmp_path / "run.json")
+    read = TraceFile(tmp_path / "run.json")
     read.check_nesting()
     for rank in range(2):
         found = [e["args"] for e in read.spans("collective", rank)]
@@ -272,14 +272,14 @@ def nameless(pool: ringdp.Communicator, path: Path) -> None:
     rendezvous._world = pool
     with ringdp.trace(path):
         for each in (pool, comm):
-            each.all_reduce(torch.ones(10), algorithm=partial(star_all_reduce))
+            each.all_reduce(torch.ones(10), algorithm=partial(star))
     pool.barrier()
     comm.close()
 
 
 def test_an_algorithm_without_a_name_is_called_by_its_repr(ranks, tmp_path):
     ranks(2)(nameless, tmp_path / "run.json")
-    read = Read(tmp_path / "run.json")
+    read = TraceFile(tmp_path / "run.json")
     for rank in range(2):
         found = [e["args"]["algorithm"] for e in read.spans("collective", rank)]
         found += [told["algorithm"] for told in read.about["parts"][str(rank)]["schedules"]]
@@ -297,6 +297,6 @@ def full(comm: ringdp.Communicator, path: Path) -> None:
 
 def test_what_there_is_no_room_for_is_counted(ranks, tmp_path):
     ranks(2)(full, tmp_path / "run.json")
-    read = Read(tmp_path / "run.json")
+    read = TraceFile(tmp_path / "run.json")
     assert all(part["lost"] > 0 for part in read.about["parts"].values())
     assert len(read.spans("collective", 0)) > 0

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import ringdp
-from tests.tape.traces import Read
+from tests.tape.traces import TraceFile
 
 pytestmark = pytest.mark.process
 
@@ -51,7 +51,7 @@ def trains(comm: ringdp.Communicator, stage: int, path: Path) -> dict[str, int]:
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_every_span_of_a_step_is_there(ranks, tmp_path, stage: int):
     held = ranks(2)(trains, stage, tmp_path / "run.json")
-    read = Read(tmp_path / "run.json")
+    read = TraceFile(tmp_path / "run.json")
     read.check_nesting()
     for rank in range(2):
         names = {
@@ -76,7 +76,7 @@ def test_every_span_of_a_step_is_there(ranks, tmp_path, stage: int):
         assert {k: engine["formula"][k] for k in held[rank]} == held[rank]
 
 
-def check_memory(read: Read, rank: int, held: dict[str, int]) -> None:
+def check_memory(read: TraceFile, rank: int, held: dict[str, int]) -> None:
     counters = [e for e in read.events if e["ph"] == "C" and e["pid"] == rank]
     assert {e["name"] for e in counters} == {"memory of engine 0"}
     seen = [e["args"] for e in counters]
@@ -105,7 +105,7 @@ def trains_without_a_root(comm: ringdp.Communicator, stage: int, path: Path) -> 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_units_lie_in_a_root_that_owns_nothing(ranks, tmp_path, stage: int):
     ranks(2)(trains_without_a_root, stage, tmp_path / "run.json")
-    read = Read(tmp_path / "run.json")
+    read = TraceFile(tmp_path / "run.json")
     read.check_nesting()
     names = [f"backward {unit}" for unit in ("root", *reversed(UNITS))]
     assert read.names("backward", 0) == STEPS * names
@@ -129,7 +129,7 @@ def raises_in_backward(comm: ringdp.Communicator, path: Path) -> None:
 
 def test_a_backward_that_raised_leaves_no_span_open(ranks, tmp_path):
     ranks(2)(raises_in_backward, tmp_path / "run.json")
-    read = Read(tmp_path / "run.json")
+    read = TraceFile(tmp_path / "run.json")
     read.check_nesting()
     for rank in range(2):
         *_, forward = (s for s in read.spans("forward", rank) if s["name"] == "forward root")
@@ -162,7 +162,7 @@ def trains_one_of_two(comm: ringdp.Communicator, path: Path) -> list[dict[str, i
 
 def test_each_engine_that_does_something_has_its_own_bytes(ranks, tmp_path):
     held = ranks(2)(trains_one_of_two, tmp_path / "run.json")
-    read = Read(tmp_path / "run.json")
+    read = TraceFile(tmp_path / "run.json")
     for rank, of in enumerate(held):
         engines = read.about["parts"][str(rank)]["engines"]
         assert [e["optimizers"] for e in engines] == [["AdamW"], ["SGD"]]
@@ -207,7 +207,7 @@ def trains_with_one_around_another(comm: ringdp.Communicator, path: Path) -> int
 
 def test_an_optimizer_around_another_has_its_bytes_counted(ranks, tmp_path):
     held = ranks(2)(trains_with_one_around_another, tmp_path / "run.json")
-    read = Read(tmp_path / "run.json")
+    read = TraceFile(tmp_path / "run.json")
     for rank in range(2):
         counters = [e for e in read.events if e["ph"] == "C" and e["pid"] == rank]
         assert max(e["args"]["optimizer"] for e in counters) == held[rank]
@@ -215,7 +215,7 @@ def test_an_optimizer_around_another_has_its_bytes_counted(ranks, tmp_path):
 
 def test_backward_follows_forward_and_blocks_lie_in_the_root(ranks, tmp_path):
     ranks(2)(trains, 3, tmp_path / "run.json")
-    read = Read(tmp_path / "run.json")
+    read = TraceFile(tmp_path / "run.json")
     first = read.names("forward", 0)[: len(UNITS) + 1]
     assert first == ["forward root", *(f"forward {unit}" for unit in UNITS)]
     assert read.names("backward", 0)[: len(UNITS) + 1] == [
@@ -238,7 +238,7 @@ def reduces(comm: ringdp.Communicator, path: Path) -> None:
 
 def test_ddp(ranks, tmp_path):
     ranks(2)(reduces, tmp_path / "run.json")
-    read = Read(tmp_path / "run.json")
+    read = TraceFile(tmp_path / "run.json")
     read.check_nesting()
     for rank in range(2):
         found = {

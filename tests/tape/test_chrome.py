@@ -1,4 +1,4 @@
-"""The format that viewers want, and how the parts of the ranks become one file of it."""
+"""The format of trace files, how ranks' parts are merged into one, and when sources record."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def recorded() -> Recorder:
     return made
 
 
-def test_events_as_viewers_want_them():
+def test_spans_and_counters_become_chrome_trace_events():
     events = [json.loads(line) for line in lines(recorded(), 3, 1_000_000, Shift(1_000_000))]
     assert events == [
         {"name": "process_name", "ph": "M", "pid": 3, "tid": 0, "args": {"name": "rank 3"}},
@@ -42,7 +42,7 @@ def test_events_as_viewers_want_them():
     ]
 
 
-def test_parts_are_merged_once_and_leave_nothing(tmp_path: Path):
+def test_merged_parts_are_removed(tmp_path: Path):
     trace = tmp_path / "run.json"
     trace.write_text("an older one", encoding="utf-8")
     paths = {rank: part_path(trace, "ab12", rank) for rank in (0, 2)}
@@ -60,7 +60,7 @@ def test_parts_are_merged_once_and_leave_nothing(tmp_path: Path):
     assert [p.name for p in tmp_path.iterdir()] == ["run.json"]
 
 
-def test_a_merge_that_fails_leaves_the_older_trace(tmp_path: Path):
+def test_a_failed_merge_keeps_the_older_trace(tmp_path: Path):
     trace = tmp_path / "run.json"
     trace.write_text("an older one", encoding="utf-8")
     with pytest.raises(OSError, match="No such file"):
@@ -69,8 +69,8 @@ def test_a_merge_that_fails_leaves_the_older_trace(tmp_path: Path):
     assert [p.name for p in tmp_path.iterdir()] == ["run.json"]
 
 
-class Listening:
-    """A source that says what it is asked."""
+class RecordingSource:
+    """A source that records its calls."""
 
     def __init__(self) -> None:
         self.heard: list[str] = []
@@ -84,8 +84,8 @@ class Listening:
         self.heard.append("off")
 
 
-def test_sources_are_asked_only_while_a_trace_runs():
-    early, late, leaving = Listening(), Listening(), Listening()
+def test_sources_record_only_during_a_trace():
+    early, late, leaving = RecordingSource(), RecordingSource(), RecordingSource()
     recorder.join(early)
     recorder.join(leaving)
     assert early.heard == []

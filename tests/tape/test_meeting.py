@@ -1,4 +1,5 @@
-"""Ranks of several hosts: clocks to within the bound that is told, and parts through the store."""
+"""Traces of several hosts: clocks are compared within the stated error, and parts go through the
+store."""
 
 from __future__ import annotations
 
@@ -17,11 +18,13 @@ from ringdp.tape.chrome import Shift
 from ringdp.tape.meeting import PIECE, Meeting
 from ringdp.transport.store.processes import has_ended
 
-AHEAD = 5_000_000_000  # ns that the other host's clock is ahead of rank 0's
+AHEAD = 5_000_000_000  # nanoseconds that the other host's clock is ahead of rank 0's
 
 
-def met(hosts: list[str], complaint: str | None = None) -> tuple[list[Meeting], list[object]]:
-    """Meetings that were opened on threads, and what each opening came to."""
+def open_meetings(
+    hosts: list[str], complaint: str | None = None
+) -> tuple[list[Meeting], list[object]]:
+    """Opens a meeting for each rank on a thread; returns the meetings, and each result or error."""
     store = PrefixStore("trace", HashStore())
     meetings = [
         Meeting(
@@ -34,19 +37,19 @@ def met(hosts: list[str], complaint: str | None = None) -> tuple[list[Meeting], 
         )
         for rank, host in enumerate(hosts)
     ]
-    came: list[object] = [None] * len(hosts)
+    results: list[object] = [None] * len(hosts)
 
     def open_(rank: int) -> None:
         try:
-            came[rank] = meetings[rank].open(complaint if rank == 0 else None, f"run{rank}.json")
+            results[rank] = meetings[rank].open(complaint if rank == 0 else None, f"run{rank}.json")
         except (UsageError, CommunicationError) as e:
-            came[rank] = e
+            results[rank] = e
 
-    together(open_, len(hosts))
-    return meetings, came
+    run_on_threads(open_, len(hosts))
+    return meetings, results
 
 
-def together(act, ranks: int) -> None:
+def run_on_threads(act, ranks: int) -> None:
     threads = [threading.Thread(target=act, args=(r,), daemon=True) for r in range(ranks)]
     for t in threads:
         t.start()
@@ -55,12 +58,12 @@ def together(act, ranks: int) -> None:
         assert not t.is_alive()
 
 
-def test_a_clock_of_another_host_is_right_to_its_bound():
-    meetings, came = met(["a", "b", "a"])
-    assert len(set(came)) == 1
-    assert came[0].path == "run0.json"
+def test_another_hosts_clock_is_corrected_within_the_stated_error():
+    meetings, results = open_meetings(["a", "b", "a"])
+    assert len(set(results)) == 1
+    assert results[0].path == "run0.json"
     assert [len(m.guesses) for m in meetings] == [0, 1, 0]
-    together(lambda r: meetings[r].compare_clocks("last", 10.0), 3)
+    run_on_threads(lambda r: meetings[r].compare_clocks("last", 10.0), 3)
     assert [len(m.guesses) for m in meetings] == [0, 2, 0]
     first, last = meetings[1].guesses
     assert abs(first.offset + AHEAD) <= first.error
@@ -71,14 +74,14 @@ def test_a_clock_of_another_host_is_right_to_its_bound():
     assert meetings[0].shift(between) == between
 
 
-def test_between_two_guesses_a_clock_runs_straight():
+def test_a_clock_is_interpolated_between_two_comparisons():
     shift = Shift(first=100, at=1_000, then=300, later=2_000)
     assert [shift(t) for t in (1_000, 1_500, 2_000)] == [1_100, 1_700, 2_300]
     assert Shift()(7) == 7
 
 
-def test_a_part_of_another_host_comes_through_the_store(tmp_path: Path):
-    meetings, _ = met(["a", "b"])
+def test_another_hosts_part_is_sent_through_the_store(tmp_path: Path):
+    meetings, _ = open_meetings(["a", "b"])
     there, here = tmp_path / "there", tmp_path / "here"
     text = "x" * (PIECE + 3) + "\n"
     there.write_text(text, encoding="utf-8")
@@ -88,8 +91,8 @@ def test_a_part_of_another_host_comes_through_the_store(tmp_path: Path):
     assert not there.exists()
 
 
-def test_a_rank_that_has_ended_is_not_waited_for(tmp_path: Path):
-    meetings, _ = met(["a", "a"])
+def test_the_part_of_an_ended_rank_is_not_waited_for(tmp_path: Path):
+    meetings, _ = open_meetings(["a", "a"])
     child = os.fork()
     if not child:
         os._exit(0)
@@ -99,14 +102,14 @@ def test_a_rank_that_has_ended_is_not_waited_for(tmp_path: Path):
     assert why == f"rank 1 (process {child}) ended before it wrote its part of the trace"
 
 
-def test_a_rank_that_is_late_is_waited_for_so_long(tmp_path: Path):
-    meetings, _ = met(["a", "a"])
+def test_a_late_part_is_waited_for_until_the_deadline(tmp_path: Path):
+    meetings, _ = open_meetings(["a", "a"])
     why = meetings[0].collect(1, tmp_path / "part", monotonic())
     assert why == "rank 1 did not write its part of the trace in time"
 
 
-def test_a_part_that_cannot_be_written_is_told(tmp_path: Path):
-    meetings, _ = met(["a", "b"])
+def test_the_reason_for_a_missing_part_is_passed_on(tmp_path: Path):
+    meetings, _ = open_meetings(["a", "b"])
     meetings[1].excuse("it cannot write there: No space left on device")
     why = meetings[0].collect(1, tmp_path / "part", monotonic() + 1000)
     assert why == (
@@ -114,14 +117,14 @@ def test_a_part_that_cannot_be_written_is_told(tmp_path: Path):
     )
 
 
-def test_a_part_that_comes_too_late_is_told_where_it_lies(tmp_path: Path, caplog):
-    meetings, _ = met(["a", "a"])
+def test_the_path_of_a_part_that_came_too_late_is_logged(tmp_path: Path, caplog):
+    meetings, _ = open_meetings(["a", "a"])
     assert meetings[0].collect(1, tmp_path / "part", monotonic()) is not None
     meetings[1].hand_in(tmp_path / "part", beside=True)
     assert f"rank 0 did not wait for rank 1's part of the trace: {tmp_path}" in caplog.text
 
 
-def test_who_is_waited_for_is_told(monkeypatch, caplog):
+def test_the_rank_that_is_waited_for_is_logged(monkeypatch, caplog):
     monkeypatch.setattr(meeting, "WARN_AFTER", 0.01)
     store = PrefixStore("trace", HashStore())
     store.set_timeout(timedelta(seconds=0.02))
@@ -130,9 +133,9 @@ def test_who_is_waited_for_is_told(monkeypatch, caplog):
     assert "rank 1 waits for rank 0 to start the trace" in caplog.text
 
 
-def test_what_rank_0_cannot_do_is_told_to_all():
-    _, came = met(["a", "b"], "cannot write")
-    assert [(type(c), str(c)) for c in came] == [(UsageError, "cannot write")] * 2
+def test_an_error_of_rank_0_is_raised_on_all_ranks():
+    _, results = open_meetings(["a", "b"], "cannot write")
+    assert [(type(c), str(c)) for c in results] == [(UsageError, "cannot write")] * 2
 
 
 MEMBERS = '[["a", 1], ["a", 2]]'
@@ -150,7 +153,7 @@ MEMBERS = '[["a", 1], ["a", 2]]'
     ],
     ids=["a member", "too few", "no end", "below 0", "a path", "a number"],
 )
-def test_nonsense_in_the_store_is_an_error(opened):
+def test_malformed_data_in_the_store_is_an_error(opened):
     store = PrefixStore("trace", HashStore())
     store.set("opened", opened)
     with pytest.raises(CommunicationError, match="rank 1 of 2 did not meet the others to trace"):

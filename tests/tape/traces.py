@@ -1,4 +1,4 @@
-"""A trace as tests ask about it."""
+"""Reads trace files for tests."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ringdp.cli.timeline.read import read
 Event = dict[str, Any]
 
 
-class Read:
-    """A trace file, whose format is sound."""
+class TraceFile:
+    """A valid trace file."""
 
     def __init__(self, path: Path) -> None:
         read(path)
@@ -21,7 +21,7 @@ class Read:
         self.about: dict[str, Any] = document["ringdp"]
 
     def spans(self, category: str, rank: int | None = None) -> list[Event]:
-        """In the order in which they began."""
+        """The spans of a category, in order of their start."""
         found = [
             e
             for e in self.events
@@ -33,11 +33,11 @@ class Read:
         return [e["name"] for e in self.spans(category, rank)]
 
     def check_nesting(self) -> None:
-        """In each lane a span lies inside another or beside it, as viewers draw them."""
+        """Checks that the spans of a lane are nested or disjoint, as viewers require."""
         lanes: dict[tuple[int, int], list[tuple[int, int, str]]] = {}
         for event in self.events:
             if event["ph"] == "X":
-                begin = round(event["ts"] * 1000)  # ns: no rounding left
+                begin = round(event["ts"] * 1000)  # whole ns, without rounding errors
                 span = begin, -begin - round(event["dur"] * 1000), event["name"]
                 lanes.setdefault((event["pid"], event["tid"]), []).append(span)
         for spans in lanes.values():

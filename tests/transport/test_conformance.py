@@ -239,20 +239,20 @@ def test_the_bits_of_direct_do_not_depend_on_the_buffers_length(ranks):
     assert not all(ranks(4)(slice_alone, "ring")), "else this test shows nothing"
 
 
-def star_all_reduce(n: int) -> Schedule:
+def star(n: int) -> Schedule:
     """A user-defined all_reduce: rank 0 sums all inputs and sends the sum to all."""
     gather = tuple(Transfer(r, 0, 0, 0, True) for r in range(1, n))
     return Schedule(n, 1, (gather, tuple(Transfer(0, r, 0, 0, False) for r in range(1, n))))
 
 
 def without_broadcast(n: int) -> Schedule:
-    return Schedule(n, 1, star_all_reduce(n).rounds[:1])
+    return Schedule(n, 1, star(n).rounds[:1])
 
 
 @on_ranks(3)
 def test_a_user_defined_algorithm_is_proved_and_run(comm: Communicator) -> None:
     x = torch.arange(1001) * (comm.rank + 1)
-    comm.all_reduce(x, algorithm=star_all_reduce)
+    comm.all_reduce(x, algorithm=star)
     assert torch.equal(x, torch.arange(1001) * (comm.size * (comm.size + 1) // 2))
     message = r"rank 1 chunk 0 holds 1\.0, the contract asks for 0\.0\+1\.0\+2\.0"
     with pytest.raises(ScheduleError, match=message):

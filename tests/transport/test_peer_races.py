@@ -12,7 +12,7 @@ from ringdp.transport.base import DTYPES
 from ringdp.transport.peer.jobs import Job, kernel_name
 from ringdp.transport.peer.kernels import HostKernels, Launch
 from tests.ranks import on_ranks
-from tests.transport.nccl.racing import Device, Streams, faked
+from tests.transport.nccl.racing import Device, Streams, patch_torch
 
 pytestmark = pytest.mark.process
 
@@ -39,7 +39,7 @@ class RecordingKernels:
 
 
 def racing(comm: Communicator, patch: pytest.MonkeyPatch) -> Device:
-    device, transport = faked(patch), comm._transport
+    device, transport = patch_torch(patch), comm._transport
     transport._streams = streams = Streams(device)
     transport._staging = streams.empty(0)
     transport._kernels = RecordingKernels(device)

@@ -1,4 +1,4 @@
-"""Stand-ins for what the NCCL transport has of a device and of NCCL, for its tests on the host."""
+"""Stand-ins for the device's streams and for NCCL's communicator, for tests on the host."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class Later:
         self._passed, self._asked = passed, False
 
     def query(self) -> bool:
-        """Not at the first question, as on a device."""
+        """False at the first query, as on a device."""
         asked, self._asked = self._asked, True
         return asked and self._passed.is_set()
 
 
 class BehindStreams(Streams):
-    """A device on which stamps are exchanged at once and collectives end when they are told to."""
+    """A device that exchanges stamps at once, and ends collectives when `ended` is set."""
 
     def __init__(self) -> None:
         self.ended, self.met = threading.Event(), threading.Event()
@@ -28,20 +28,20 @@ class BehindStreams(Streams):
         self.watched, self.captures, self._ends = False, False, 0
 
     def end(self) -> End:
-        self._ends += 1  # of the stamps, then of the collective
+        self._ends += 1  # ends of stamps and of collectives alternate
         return Later(self.met if self._ends % 2 else self.ended)
 
     def capturing(self) -> bool:
         return self.captures
 
 
-def behind(comm: Communicator) -> BehindStreams:
+def put_behind(comm: Communicator) -> BehindStreams:
     streams = comm._transport._streams = BehindStreams()
     return streams
 
 
-class Spied:
-    """NCCL's communicator: what is called of it, and whether it was aborted."""
+class SpiedComm:
+    """Wraps NCCL's communicator: records the calls, and whether it was aborted."""
 
     def __init__(self, comm: Communicator) -> None:
         nccl = comm._transport._nccl

@@ -1,4 +1,4 @@
-"""What tests over the host NCCL share: when they run, and its faults (csrc/nccl/fault.hpp)."""
+"""When tests over the host NCCL run, and the faults that it injects (csrc/nccl/fault.hpp)."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ needs_host_nccl = pytest.mark.skipif(LACKS_HOST_NCCL, reason=WHY)
 
 
 def only_with_host_nccl() -> None:
-    """Skips the test, or from its top the file, where the host NCCL cannot be loaded."""
+    """Skips the test, or the whole file if called at its top, where the host NCCL cannot be
+    loaded."""
     if LACKS_HOST_NCCL:
         pytest.skip(WHY, allow_module_level=True)
 
 
 def fault(what: int, launches: int = 0, result: int = 6) -> None:
-    """After so many launches of this process that go well: what happens to the one behind them.
+    """Makes a launch of this process fail, after `launches` more that succeed.
 
-    `result`: an ncclResult_t, by default that of a remote error.
+    `result` is the ncclResult_t of the failure, by default that of a remote error.
     """
     assert ctypes.CDLL(str(HOST)).hostNcclFault(what, launches, result) == 0
 
 
 def fault_is_due() -> bool:
-    """Whether the launch that it happens to is still to come."""
+    """Whether the launch that is to fail is still to come."""
     return bool(ctypes.CDLL(str(HOST)).hostNcclFaultIsDue())

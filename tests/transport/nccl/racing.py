@@ -1,8 +1,9 @@
-"""A device that finds races, without one: what is launched when, and what orders it.
+"""Finds data races of a transport on a GPU without having one: streams, events and accesses are
+simulated.
 
-Every stream counts what is put into it, and knows how far each other stream was at the events that
-it has waited for (vector clocks, Lamport 1978). Two accesses of a byte, one of them a write, must
-be in one order whatever the device's: the later one's stream has waited for the earlier one.
+Every stream counts its operations and knows, as a vector clock (Lamport 1978), how far each other
+stream was at the events that it has waited for. Two accesses of a byte, one of them a write, race
+unless the later one's stream has waited for the earlier one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ringdp.transport.device.streams import CudaStreams
 from ringdp.transport.nccl import execute
 from ringdp.transport.nccl.execute import Nccl
 
-Clock = dict[int, int]  # by stream: how many of what was put into it
+Clock = dict[int, int]  # stream -> the number of its operations
 
 
 class Access(NamedTuple):
@@ -34,14 +35,14 @@ class Access(NamedTuple):
 
 
 class Device:
-    """`races`: pairs of accesses that nothing orders."""
+    """`races`: pairs of accesses that are not ordered."""
 
     def __init__(self) -> None:
         self.races = list[tuple[Access, Access]]()
         self.capturing = self.idle = False
         self._clocks = list[Clock]()
         self._accesses = list[Access]()
-        self._kept = list[Tensor]()  # so that no other gets their addresses
+        self._kept = list[Tensor]()  # kept alive, so that no other tensor gets their addresses
         self._lock = threading.RLock()
         self._here = threading.local()
         self.default = self.stream()
@@ -61,7 +62,7 @@ class Device:
         self._here.stream = before
 
     def capture(self) -> None:
-        """What is launched from now on is in a graph, before which all has ended."""
+        """From now on all launches are captured into a graph; everything before it has ended."""
         self.idle = self.capturing = True
         self._accesses.clear()
 
@@ -103,7 +104,7 @@ class Stream:
         self.wait_event(event)
 
     def synchronize(self) -> None:
-        """Nobody asks what comes of it."""
+        """Nothing to do: the simulated work is done at once."""
 
 
 class Event:
@@ -121,7 +122,7 @@ class Event:
 
 
 class Streams(CudaStreams):
-    """On the host, where tiles are short."""
+    """The NCCL transport's streams on the host, with short tiles."""
 
     room = 1 << 9
 
@@ -147,11 +148,11 @@ class Streams(CudaStreams):
         return self._racing.capturing
 
     def watch(self) -> None:
-        """There is no driver."""
+        """There is no driver to configure."""
 
 
 class Comm:
-    """What NCCL is asked for, on its way there."""
+    """Records NCCL's accesses and passes them on."""
 
     def __init__(self, device: Device, nccl: Nccl) -> None:
         self._device, self._comm = device, nccl.comm
@@ -168,8 +169,8 @@ class Comm:
         self._comm.recv(data, count, dtype, peer, 0)
 
 
-def faked(patch: pytest.MonkeyPatch) -> Device:
-    """What torch takes for the current device."""
+def patch_torch(patch: pytest.MonkeyPatch) -> Device:
+    """Makes torch use a simulated device."""
     device = Device()
     patch.setattr(torch.cuda, "Stream", device.stream)
     patch.setattr(torch.cuda, "Event", type("Made", (Event,), {"__init__": _with(device)}))
@@ -180,8 +181,8 @@ def faked(patch: pytest.MonkeyPatch) -> Device:
 
 
 def racing(comm: Communicator, patch: pytest.MonkeyPatch) -> Device:
-    """Puts the communicator's transport on such a device."""
-    device, transport = faked(patch), comm._transport
+    """Puts the communicator's transport on a simulated device."""
+    device, transport = patch_torch(patch), comm._transport
     streams = Streams(device)
     transport._streams, transport._staging = streams, streams.empty(0)
     transport._nccl = transport._nccl._replace(comm=Comm(device, transport._nccl), streams=streams)

@@ -1,8 +1,8 @@
-"""All that the engine does on a GPU but for a second rank: one rank over NCCL, beside the CPU.
+"""What the engine does on a GPU with one rank over NCCL, compared with the CPU.
 
-One rank sends nothing, so this needs no second process; but units are gathered ahead and freed on
-streams, gradients flattened, unscaled, clipped and kept elsewhere, checkpoints read and written.
-The same test runs over the host NCCL, on the CPU, which is how it was proved.
+One rank sends nothing, so no second process is needed; but units are gathered ahead and freed on
+streams, gradients flattened, unscaled, clipped and offloaded, checkpoints written and read. The
+same tests run over the host NCCL on the CPU, where they were developed.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ pytestmark = pytest.mark.process
 
 WIDTH, ROWS, STEPS = 256, 12, 3
 BLOCKS = 3
-ROUNDED = 2 * (2 + 4 * BLOCKS)  # results, one after another, of forward and backward
-CLIP = 0.1  # below every norm
+ROUNDED = 2 * (2 + 4 * BLOCKS)  # results computed one after another in forward and backward
+CLIP = 0.1  # below every norm that occurs
 
 
 class Block(nn.Module):
@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks, and a tied weight in the root."""
+    """Blocks, and a tied weight in the root unit."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -63,8 +63,8 @@ class Row(NamedTuple):
 
     @property
     def bound(self) -> float:
-        """Of a step's loss and norm, relatively, to first order: both devices sum in float32, in
-        some order, and round each result once."""
+        """The relative error of a step's loss and norm, to first order: both devices sum in
+        float32, in different orders, and round each result once."""
         sums = 2 * WIDTH * torch.finfo(torch.float32).eps
         return ROUNDED * (sums + torch.finfo(self.dtype).eps)
 
@@ -78,7 +78,7 @@ def data(step: int, device: str) -> Tensor:
 
 
 class Training:
-    """Of one model; float16 is scaled by torch's scaler, or with offload by ours."""
+    """Trains one model. float16 is scaled by torch's GradScaler or, with offload, by ours."""
 
     def __init__(self, comm: Communicator, device: str, row: Row, seed: int = 0) -> None:
         self.device = device
@@ -91,7 +91,7 @@ class Training:
             precision=Precision(param=row.dtype, reduce=torch.float32, output=torch.float32),
             offload=Offload(parameters=row.stage == 3, optimizer=True) if row.offload else None,
         )
-        # With a large eps a step is no steeper than the gradient, however small that is.
+        # With a large eps a step depends smoothly on the gradient, however small that is.
         self.optimizer = ringdp.AdamW(self.model.parameters(), lr=0.05, eps=1.0)
         half = row.dtype == torch.float16
         self.ours = ringdp.LossScaler(self.engine, scale=2.0**10 if half else 1.0)
@@ -99,7 +99,8 @@ class Training:
         self.scales_ours = row.offload
 
     def step(self, number: int) -> list[float]:
-        """Its loss, and the norm by which it clips. The first of two backwards reduces nothing."""
+        """Returns the loss and the norm before clipping. The first backward accumulates without
+        reducing."""
         scaler = self.ours if self.scales_ours else self.torchs
         self.optimizer.zero_grad()
         with self.engine.no_sync():
@@ -115,15 +116,16 @@ class Training:
         scaler.step(self.optimizer)
         if not self.scales_ours:
             self.torchs.update()
-            assert self.torchs.get_scale() in (1.0, 2.0**10)  # nothing overflowed
+            assert self.torchs.get_scale() in (1.0, 2.0**10)  # no overflow occurred
         return [loss.item(), norm]
 
     def loss(self, seed: int) -> Tensor:
         return self.model(data(seed, self.device)).square().mean()
 
 
-def trained(comm: Communicator, device: str, row: Row, folder: Path) -> list[float]:
-    """Losses and norms of STEPS steps, and of the last one again from a checkpoint before it."""
+def train_and_resume(comm: Communicator, device: str, row: Row, folder: Path) -> list[float]:
+    """Losses and norms of STEPS steps, and of the last one again, from a checkpoint saved before
+    it."""
     found = []
     training = Training(comm, device, row)
     for step in range(STEPS):
@@ -131,7 +133,7 @@ def trained(comm: Communicator, device: str, row: Row, folder: Path) -> list[flo
             ringdp.save(folder, training.engine, training.optimizer)
         found += training.step(step)
     memory, formula = training.engine.memory(training.optimizer), training.engine.memory_formula()
-    # Gradients that were kept back take their buckets together, which the formula leaves out.
+    # Accumulated gradients fill all buckets at once, which the formula does not include.
     assert memory._replace(buckets=0) == formula._replace(buckets=0)
     training.engine.close()
     again = Training(comm, device, row, seed=1)
@@ -141,8 +143,8 @@ def trained(comm: Communicator, device: str, row: Row, folder: Path) -> list[flo
     return found
 
 
-def wrapped(comm: Communicator | ProcessGroup, device: str) -> list[float]:
-    """The same with DistributedDataParallel."""
+def train_ddp(comm: Communicator | ProcessGroup, device: str) -> list[float]:
+    """The same training with DistributedDataParallel."""
     model = Net(0).to(device)
     ddp = ringdp.DistributedDataParallel(model, process_group=comm)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -174,7 +176,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def comms(device: str) -> Iterator[tuple[Communicator, Communicator]]:
-    """Of this process alone: over NCCL on the device, and the CPU's."""
+    """Two communicators of this process alone: over NCCL on the device, and on the CPU."""
     before = rendezvous._world
     there = ringdp.init(transport="nccl" if device == "cuda" else "nccl-host", timeout=120.0)
     here = ringdp.init(timeout=120.0)
@@ -184,25 +186,25 @@ def comms(device: str) -> Iterator[tuple[Communicator, Communicator]]:
     here.close()
 
 
-def agree(found: list[float], wanted: list[float], bound: float) -> None:
-    """What a step begins with is off by the steps before it."""
-    for i, (one, other) in enumerate(zip(found, wanted, strict=True)):
-        assert abs(one - other) <= bound * (1 + i // 2) * abs(other), (i, found, wanted)
+def assert_close(found: list[float], expected: list[float], bound: float) -> None:
+    """Each step's bound includes the errors of the steps before it."""
+    for i, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert abs(one - other) <= bound * (1 + i // 2) * abs(other), (i, found, expected)
 
 
 @pytest.mark.parametrize("row", TABLE, ids=str)
-def test_a_stage_trains_and_resumes_as_on_the_cpu(comms, device, row: Row, tmp_path: Path):
+def test_every_stage_trains_and_resumes_as_on_the_cpu(comms, device, row: Row, tmp_path: Path):
     there, here = comms
-    wanted = trained(here, "cpu", row, tmp_path / "here")
-    found = trained(there, device, row, tmp_path / "there")
-    agree(found, wanted, row.bound)
-    agree(found[-2:], found[-4:-2], row.bound)  # resumed
+    expected = train_and_resume(here, "cpu", row, tmp_path / "here")
+    found = train_and_resume(there, device, row, tmp_path / "there")
+    assert_close(found, expected, row.bound)
+    assert_close(found[-2:], found[-4:-2], row.bound)  # the resumed step
 
 
 def test_ddp_trains_as_on_the_cpu(comms, device):
     there, here = comms
     bound = Row(0, torch.float32, False).bound
-    agree(wrapped(there, device), wrapped(here, "cpu"), bound)
+    assert_close(train_ddp(there, device), train_ddp(here, "cpu"), bound)
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=CUDA)], indirect=True)
@@ -216,9 +218,9 @@ def test_ddp_moves_inputs_to_device_ids(comms, device):
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=CUDA)], indirect=True)
-def test_fronts_move_a_model_and_its_inputs(comms, device):
+def test_fronts_move_the_model_and_its_inputs(comms, device):
     there, _ = comms
-    wanted = Net(0).to(device)(data(0, device))
+    expected = Net(0).to(device)(data(0, device))
     config = {"train_micro_batch_size_per_gpu": ROWS, "zero_optimization": {"stage": 3}}
     made = {"model": Net(0), "config": config, "optimizer": ringdp.AdamW, "comm": there}
     fronts = (
@@ -229,14 +231,14 @@ def test_fronts_move_a_model_and_its_inputs(comms, device):
     )
     for model in fronts:
         assert model.engine.device == torch.device("cuda", 0)
-        assert torch.equal(model(data(0, "cpu")), wanted)
+        assert torch.equal(model(data(0, "cpu")), expected)
         model.engine.close()
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=CUDA)], indirect=True)
-def test_a_result_is_there_in_every_stream_that_waits(comms, device):
-    """A copy is reduced, brought home on a stream that is late, and the memory that it leaves is
-    taken at once."""
+def test_a_result_is_ready_on_every_stream_that_waits(comms, device):
+    """The output is a strided copy that is written back on a late stream; its memory is reused at
+    once."""
     there, _ = comms
     given, out = (
         torch.arange(1 << 20, dtype=torch.float32, device=device),
@@ -246,7 +248,7 @@ def test_a_result_is_there_in_every_stream_that_waits(comms, device):
     late = torch.cuda.Stream()
     work = there.reduce_scatter(out, given, async_op=True)
     with torch.cuda.stream(late):
-        torch.cuda._sleep(100_000_000)  # some 50 ms
+        torch.cuda._sleep(100_000_000)  # about 50 ms
         work.wait()
     taken = torch.zeros_like(given)
     work.wait()
@@ -260,10 +262,10 @@ def test_ddp_trains_over_torchs_own_group(comms, device):
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         group = dist.group.WORLD
-        found = wrapped(group, device)
+        found = train_ddp(group, device)
         ((transport, made),) = resolve._made[group].items()
         assert transport == ("nccl" if device == "cuda" else "shm")
         made.close()
     finally:
         dist.destroy_process_group()
-    agree(found, wrapped(here, "cpu"), Row(0, torch.float32, False).bound)
+    assert_close(found, train_ddp(here, "cpu"), Row(0, torch.float32, False).bound)

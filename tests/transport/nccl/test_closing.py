@@ -1,4 +1,4 @@
-"""How the NCCL transport ends: after what it has promised, with nothing left on the device."""
+"""How the NCCL transport closes: it completes what it promised and frees all device memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ringdp.transport.device import in_flight
 from ringdp.transport.store.failures import LOOK
 from tests.forks import Forks
 from tests.ranks import on_ranks
-from tests.transport.nccl.behind import BehindStreams, Spied, behind
+from tests.transport.nccl.behind import BehindStreams, SpiedComm, put_behind
 from tests.transport.nccl.faults import only_with_host_nccl
 from tests.transport.test_c10d import assert_rank_0_is_late, resources_are_freed, server_stops
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.process
 
 
 @on_ranks(2, pool="over_nccl")
-def test_what_has_closed_keeps_nothing_on_the_device(comm: Communicator) -> None:
+def test_an_aborted_communicator_frees_its_device_memory(comm: Communicator) -> None:
     other = comm.duplicate()
     transport = other._transport
     streams = transport._streams = BehindStreams()
@@ -38,32 +38,32 @@ def test_what_has_closed_keeps_nothing_on_the_device(comm: Communicator) -> None
         other.all_reduce(torch.ones(4), algorithm="direct")
     streams.captures = False
     x = torch.ones(4)
-    gone = [weakref.ref(transport._staging), weakref.ref(x)]
+    references = [weakref.ref(transport._staging), weakref.ref(x)]
     streams.ended.clear()
     other.all_reduce(x, async_op=True)
     del x
     comm.barrier()
     other.abort()
     until = time.monotonic() + 60
-    while any(ref() is not None for ref in gone) and time.monotonic() < until:
+    while any(ref() is not None for ref in references) and time.monotonic() < until:
         time.sleep(0.01)
-    assert [ref() for ref in gone] == [None, None]
+    assert [ref() for ref in references] == [None, None]
 
 
-def test_nothing_stays_of_one_that_is_closed(ranks) -> None:
+def test_a_closed_communicator_frees_its_resources(ranks) -> None:
     ranks(2)(resources_are_freed, "nccl-host", True)
 
 
-def test_a_rank_0_that_is_stopped_with_its_store_is_late(forks: Forks) -> None:
+def test_a_stopped_rank_0_that_serves_the_store_is_a_timeout(forks: Forks) -> None:
     assert_rank_0_is_late(forks(3, server_stops, "nccl-host"))
 
 
 @on_ranks(2, pool="over_nccl")
-def test_closing_waits_for_what_was_waited_for(comm: Communicator) -> None:
+def test_closing_waits_for_collectives_that_have_returned(comm: Communicator) -> None:
     other = comm.duplicate()
-    streams, spied = behind(other), Spied(other)
+    streams, spied = put_behind(other), SpiedComm(other)
     x = torch.ones(4)
-    other.all_reduce(x)  # it has returned, and the device is behind
+    other.all_reduce(x)  # returned, although the device has not finished
     closing = threading.Thread(target=other.close)
     closing.start()
     closing.join(3 * LOOK)
@@ -79,9 +79,9 @@ def test_closing_waits_for_what_was_waited_for(comm: Communicator) -> None:
 
 
 @on_ranks(2, pool="over_nccl")
-def test_what_has_ended_counts_for_who_exits_before_it_was_seen(comm: Communicator) -> None:
+def test_a_rank_that_exits_publishes_its_finished_collectives(comm: Communicator) -> None:
     other = comm.duplicate()
-    behind(other).ended.set()
+    put_behind(other).ended.set()
     other.all_reduce(torch.ones(4))
     transport = other._transport
     transport.end()
@@ -90,10 +90,10 @@ def test_what_has_ended_counts_for_who_exits_before_it_was_seen(comm: Communicat
 
 
 @on_ranks(2, pool="over_nccl")
-def test_who_exits_waits_for_what_was_waited_for(comm: Communicator) -> None:
+def test_exiting_waits_for_collectives_that_have_returned(comm: Communicator) -> None:
     other = comm.duplicate()
-    streams, transport = behind(other), other._transport
-    other.all_reduce(torch.ones(4))  # it has returned, and the device is behind
+    streams, transport = put_behind(other), other._transport
+    other.all_reduce(torch.ones(4))  # returned, although the device has not finished
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(in_flight, "QUIET", 0.0)
         exiting = threading.Thread(target=transport.end)
@@ -107,46 +107,46 @@ def test_who_exits_waits_for_what_was_waited_for(comm: Communicator) -> None:
 
 
 @on_ranks(2, pool="over_nccl")
-def test_who_exits_by_an_error_waits_for_nobody(comm: Communicator) -> None:
+def test_exiting_by_an_error_does_not_wait(comm: Communicator) -> None:
     other = comm.duplicate()
-    behind(other)
+    put_behind(other)
     other.all_reduce(torch.ones(4))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(in_flight, "QUIET", 0.0)
         patch.setattr("sys.last_type", ValueError, raising=False)
-        other._transport.end()  # which would wait for ever
+        other._transport.end()  # would never return if it waited for the device
     comm.barrier()
 
 
-def exits_unheard(comm: Communicator, caught: bool) -> tuple[list[str], int]:
-    """What it says, and whether it exits with an error."""
-    other, failed, said = comm.duplicate(), list[None](), list[str]()
-    behind(other)
+def exit_after_a_failure(comm: Communicator, caught: bool) -> tuple[list[str], int]:
+    """What is logged at exit, and how often the exit code is set to that of an error."""
+    other, failed, logged = comm.duplicate(), list[None](), list[str]()
+    put_behind(other)
     other.all_reduce(torch.ones(4), "max" if comm.rank else "sum", async_op=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(in_flight.Watching, "heard", False)
         patch.setattr("ringdp._core.fail_at_exit", lambda: failed.append(None))
-        patch.setattr("ringdp.comm.guard.log.error", lambda text, *of: said.append(text % of))
+        patch.setattr("ringdp.comm.guard.log.error", lambda text, *of: logged.append(text % of))
         if caught:
             with pytest.raises(CollectiveMismatch):
                 other.barrier()
         other._transport.end()
     comm.barrier()
-    return said, len(failed)
+    return logged, len(failed)
 
 
-def test_what_failed_on_a_device_and_no_call_has_raised_is_said_at_exit(over_nccl) -> None:
-    for said, failed in over_nccl(2)(exits_unheard, False):
+def test_a_device_failure_that_no_call_raised_is_logged_at_exit(over_nccl) -> None:
+    for logged, failed in over_nccl(2)(exit_after_a_failure, False):
         assert failed == 1
-        assert "CollectiveMismatch: ranks" in said[0]
-        assert "all_reduce #0 (float32, max) of 4" in said[0]
+        assert "CollectiveMismatch: ranks" in logged[0]
+        assert "all_reduce #0 (float32, max) of 4" in logged[0]
 
 
-def test_what_a_call_has_raised_is_not_said_again_at_exit(over_nccl) -> None:
-    assert over_nccl(2)(exits_unheard, True) == [([], 0)] * 2
+def test_a_failure_that_a_call_raised_is_not_logged_at_exit(over_nccl) -> None:
+    assert over_nccl(2)(exit_after_a_failure, True) == [([], 0)] * 2
 
 
-def test_an_exit_code_is_that_of_an_error_though_python_ends_well() -> None:
+def test_fail_at_exit_sets_the_exit_code() -> None:
     where = repr(_core.__file__)
     script = (
         f"import sys; from importlib.machinery import ExtensionFileLoader as Loader; "
@@ -156,8 +156,8 @@ def test_an_exit_code_is_that_of_an_error_though_python_ends_well() -> None:
     assert (ended.returncode, ended.stdout) == (1, b"end\n")
 
 
-class Slow(Spied):
-    """Its destruction waits for a rank of this host that has not closed."""
+class SlowToDestroy(SpiedComm):
+    """Destroying it waits until `others` is set, as for a rank of this host that has not closed."""
 
     def __init__(self, comm: Communicator) -> None:
         super().__init__(comm)
@@ -169,10 +169,10 @@ class Slow(Spied):
 
 
 @on_ranks(2, pool="over_nccl")
-def test_who_closes_long_before_the_others_keeps_no_memory_either(comm: Communicator) -> None:
+def test_memory_is_freed_when_destroying_nccl_takes_long(comm: Communicator) -> None:
     other = comm.duplicate()
     other.all_reduce(torch.ones(4), algorithm="direct")
-    slow, memory = Slow(other), weakref.ref(other._transport._staging)
+    slow, memory = SlowToDestroy(other), weakref.ref(other._transport._staging)
     before, in_flight.PATIENCE = in_flight.PATIENCE, 0.0
     try:
         other.close()
@@ -187,7 +187,7 @@ def test_who_closes_long_before_the_others_keeps_no_memory_either(comm: Communic
 
 
 class Unstartable:
-    """A thread at exit, from Python 3.12 on."""
+    """A thread that cannot start because the interpreter exits, as from Python 3.12 on."""
 
     def __init__(self, **_: Any) -> None: ...
 
@@ -199,10 +199,11 @@ class Unstartable:
 
 
 @on_ranks(2, pool="over_nccl")
-def test_at_exit_it_goes_without_the_thread_that_would_end_nccl(comm: Communicator) -> None:
-    """And without an end of NCCL on the main thread, after all has gone well."""
+def test_closing_at_exit_works_without_a_new_thread(comm: Communicator) -> None:
+    """The communicator is kept instead: destroying NCCL's on the main thread would wait for live
+    graphs."""
     other = comm.duplicate()
-    nccl, spied = other._transport._nccl, weakref.ref(Spied(other))
+    nccl, spied = other._transport._nccl, weakref.ref(SpiedComm(other))
     in_flight.threading = SimpleNamespace(Thread=Unstartable)
     try:
         other._transport._leave()

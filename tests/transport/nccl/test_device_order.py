@@ -1,4 +1,4 @@
-"""What the NCCL transport does while a device is behind: on the host, with streams that say so."""
+"""The NCCL transport while the device is behind the host, with stand-ins for streams."""
 
 from __future__ import annotations
 
@@ -22,41 +22,41 @@ from ringdp.transport.device.streams import CudaStreams, End, Streams
 from ringdp.transport.nccl import transport as transport_module
 from ringdp.transport.store.failures import LOOK
 from tests.ranks import on_ranks
-from tests.transport.nccl.behind import BehindStreams, Spied, behind
+from tests.transport.nccl.behind import BehindStreams, SpiedComm, put_behind
 from tests.transport.nccl.faults import only_with_host_nccl
-from tests.transport.nccl.racing import faked
+from tests.transport.nccl.racing import patch_torch
 
 only_with_host_nccl()
 pytestmark = pytest.mark.process
 
 
-def barriers(comm: Communicator) -> None:
+def repeat_barriers(comm: Communicator) -> None:
     until = time.monotonic() + 60
-    while time.monotonic() < until:  # the host hears of it when the stamps have come
+    while time.monotonic() < until:  # the mismatch is found once the stamps have arrived
         comm.barrier()
 
 
 @on_ranks(2, pool="over_nccl")
-def test_ranks_that_disagree_hear_it_though_the_device_never_ends(comm: Communicator) -> None:
-    behind(comm)
-    spied = Spied(comm)
+def test_a_mismatch_is_raised_although_the_device_never_ends(comm: Communicator) -> None:
+    put_behind(comm)
+    spied = SpiedComm(comm)
     comm.all_reduce(torch.ones(4), "sum" if comm.rank else "max", async_op=True)
     with pytest.raises(CollectiveMismatch, match="all_reduce"):
-        barriers(comm)
-    assert spied.aborted.wait(60)  # which ends what hangs on the device, and whoever waits there
+        repeat_barriers(comm)
+    assert spied.aborted.wait(60)  # ends what hangs on the device, and all waits for it
 
 
 @pytest.mark.parametrize("mistaken", [False, True])
 @on_ranks(2, pool="over_nccl")
-def test_a_barrier_comes_behind_what_the_device_does(comm: Communicator, mistaken: bool) -> None:
-    transport, streams, x = comm._transport, behind(comm), torch.ones(4)
+def test_a_barrier_waits_for_the_device(comm: Communicator, mistaken: bool) -> None:
+    transport, streams, x = comm._transport, put_behind(comm), torch.ones(4)
     comm.all_reduce(x, "max" if mistaken and comm.rank else "sum", async_op=True)
-    transport.device = torch.device("cuda", 0)  # which makes of CPU tensors the host's business
+    transport.device = torch.device("cuda", 0)  # now CPU tensors are handled on the host
     if mistaken:
         with pytest.raises(CollectiveMismatch, match=r"all_reduce #0 \(float32, max\)"):
             comm.barrier()
         return
-    message = comm.irecv(torch.empty(1), 1 - comm.rank)  # which is not waited for
+    message = comm.irecv(torch.empty(1), 1 - comm.rank)  # never waited for here
     coming = threading.Thread(target=comm.barrier)
     coming.start()
     coming.join(4 * LOOK)
@@ -71,25 +71,27 @@ def test_a_barrier_comes_behind_what_the_device_does(comm: Communicator, mistake
 @on_ranks(2, pool="over_nccl")
 def test_a_barrier_in_a_forked_child_is_an_error(comm: Communicator) -> None:
     comm.barrier()
-    told, tell = os.pipe()
+    reader, writer = os.pipe()
     if not (child := os.fork()):
         try:
             comm.barrier()
         except ringdp.UsageError as e:
-            os.write(tell, str(e).encode())
+            os.write(writer, str(e).encode())
         os._exit(0)
-    os.close(tell)
+    os.close(writer)
     try:
-        assert select.select([told], [], [], 60)[0]  # it has said something, or ended
-        assert b"forked from it" in os.read(told, 1000)
+        assert select.select([reader], [], [], 60)[
+            0
+        ]  # the child has written a message, or has ended
+        assert b"forked from it" in os.read(reader, 1000)
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        os.close(told)
+        os.close(reader)
 
 
-class Twice:
-    """The end of what passes between two questions: it is not there at the first two."""
+class ReadyAtThirdQuery:
+    """An event that completes between two queries: not at the first two, then it has."""
 
     def __init__(self) -> None:
         self._asked = 0
@@ -100,25 +102,25 @@ class Twice:
 
 
 class PassingStreams(BehindStreams):
-    """A device that has met and ended when it is asked for the end, not when asked for stamps."""
+    """A device whose stamps are not yet seen when the end of the collective is."""
 
     def end(self) -> End:
         self._ends += 1
-        return Twice() if self._ends % 2 else super(BehindStreams, self).end()
+        return ReadyAtThirdQuery() if self._ends % 2 else super(BehindStreams, self).end()
 
 
 @on_ranks(2, pool="over_nccl")
-def test_stamps_are_compared_though_the_end_is_seen_before_them(comm: Communicator) -> None:
+def test_stamps_are_compared_although_the_end_is_seen_first(comm: Communicator) -> None:
     comm._transport._streams = PassingStreams()
     comm.all_reduce(torch.ones(4), "sum" if comm.rank else "max", async_op=True)
     with pytest.raises(CollectiveMismatch, match="all_reduce"):
-        barriers(comm)
+        repeat_barriers(comm)
 
 
 @on_ranks(2, pool="over_nccl")
-def test_what_does_not_end_on_the_device_in_time_is_aborted(comm: Communicator) -> None:
-    behind(comm)
-    spied = Spied(comm)
+def test_a_collective_that_exceeds_the_timeout_is_aborted(comm: Communicator) -> None:
+    put_behind(comm)
+    spied = SpiedComm(comm)
     comm.set_timeout(0.3)
     comm.all_reduce(torch.ones(4), async_op=True)
     assert spied.aborted.wait(60)
@@ -126,8 +128,8 @@ def test_what_does_not_end_on_the_device_in_time_is_aborted(comm: Communicator) 
         comm.barrier()
 
 
-class Broken(Streams):
-    """A device whose memory is misused: who asks for an end again hears of it."""
+class BrokenStreams(Streams):
+    """A device on which memory was misused: the second query raises the driver's error."""
 
     def __init__(self) -> None:
         self._asked = False
@@ -143,22 +145,22 @@ class Broken(Streams):
 
 
 @on_ranks(2, pool="over_nccl")
-def test_what_the_driver_says_is_a_failure_that_all_hear_of(comm: Communicator) -> None:
+def test_a_driver_error_is_raised_on_all_ranks(comm: Communicator) -> None:
     if comm.rank == 0:
-        comm._transport._streams = Broken()
+        comm._transport._streams = BrokenStreams()
     with pytest.raises(PeerLost, match=r"rank 0 has aborted \(CUDA error: an illegal address\)"):
-        barriers(comm)
+        repeat_barriers(comm)
 
 
 @on_ranks(2, pool="over_nccl")
-def test_what_is_queued_when_a_communicator_fails_is_not_begun(comm: Communicator) -> None:
-    """On a communicator that fails before the queue comes to it."""
+def test_queued_calls_of_a_failed_communicator_are_not_launched(comm: Communicator) -> None:
+    """The communicator fails before the launch thread comes to the call."""
     other = comm.duplicate()
-    spied, transport = Spied(other), other._transport
+    spied, transport = SpiedComm(other), other._transport
     failed, passed = threading.Event(), threading.Event()
     transport._jobs.put(failed.wait)
     work = other.all_reduce(torch.ones(4), async_op=True)
-    comm.barrier()  # else the first rank's failure would be heard before the other's call
+    comm.barrier()  # otherwise the other rank could see the failure before its call
     transport.fail(FailureKind.ABORTED, comm.rank)
     failed.set()
     transport._jobs.put(passed.set)
@@ -168,7 +170,7 @@ def test_what_is_queued_when_a_communicator_fails_is_not_begun(comm: Communicato
         work.wait()
 
 
-class Asked(Streams):
+class DrainCounter(Streams):
     def __init__(self) -> None:
         self.asked = list[str]()
 
@@ -177,8 +179,8 @@ class Asked(Streams):
 
 
 @on_ranks(2, pool="over_nccl")
-def test_a_larger_staging_waits_for_no_device(comm: Communicator) -> None:
-    streams = comm._transport._streams = Asked()
+def test_growing_the_staging_does_not_wait_for_the_device(comm: Communicator) -> None:
+    streams = comm._transport._streams = DrainCounter()
     for elements in (5, 50_000, 500_000):
         comm.all_reduce(x := torch.ones(elements), algorithm="direct")
         assert torch.all(x == comm.size)
@@ -186,31 +188,32 @@ def test_a_larger_staging_waits_for_no_device(comm: Communicator) -> None:
 
 
 @on_ranks(2, pool="over_nccl")
-def test_a_buffer_is_let_go_of_once_it_was_waited_for(comm: Communicator) -> None:
-    """Not when the watching thread sees the end: until then a step would keep all its buckets."""
-    streams = behind(comm)
+def test_a_buffer_is_released_once_its_work_was_waited_for(comm: Communicator) -> None:
+    """Not only when the watching thread sees the end: a step would keep all its buckets until
+    then."""
+    streams = put_behind(comm)
     x = torch.ones(4)
-    gone = weakref.ref(x)
+    reference = weakref.ref(x)
     work = comm.all_reduce(x, async_op=True)
     work.wait()
     del x, work
     until = time.monotonic() + 60
-    while gone() is not None and time.monotonic() < until:
+    while reference() is not None and time.monotonic() < until:
         time.sleep(0.01)
-    assert gone() is None
+    assert reference() is None
     streams.ended.set()
 
 
 @on_ranks(2, pool="over_nccl")
-def test_a_capture_waits_until_the_end_of_the_last_collective_was_seen(comm: Communicator) -> None:
-    streams, transport = behind(comm), comm._transport
+def test_a_capture_requires_that_all_collectives_have_ended(comm: Communicator) -> None:
+    streams, transport = put_behind(comm), comm._transport
     x = torch.ones(4)
     comm.all_reduce(x)
     streams.captures = True
     with pytest.raises(ringdp.UsageError, match="collectives under way"):
         comm.all_reduce(x)
     assert len(transport._under_way) == 1
-    streams.ended.set()  # as after torch.cuda.synchronize(), which the watching thread sees late
+    streams.ended.set()  # as after torch.cuda.synchronize(), which the watching thread may see late
     comm.all_reduce(x)
     assert torch.all(x == comm.size**2)
     assert not transport._open
@@ -218,10 +221,10 @@ def test_a_capture_waits_until_the_end_of_the_last_collective_was_seen(comm: Com
     comm.all_reduce(x)
 
 
-def test_whether_a_graph_is_captured_is_asked_of_the_communicators_gpu(
+def test_captures_are_detected_on_the_communicators_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    faked(monkeypatch)
+    patch_torch(monkeypatch)
     one, current = torch.device("cuda:1"), [torch.device("cuda:0")]
 
     @contextmanager
@@ -236,8 +239,8 @@ def test_whether_a_graph_is_captured_is_asked_of_the_communicators_gpu(
 
 
 @on_ranks(2, pool="over_nccl")
-def test_the_staging_of_a_graph_is_kept_for_its_replays(comm: Communicator) -> None:
-    streams, transport = behind(comm), comm._transport
+def test_the_staging_of_a_captured_graph_is_kept(comm: Communicator) -> None:
+    streams, transport = put_behind(comm), comm._transport
     streams.ended.set()
     x = torch.ones(4)
     comm.all_reduce(x, algorithm="direct")
@@ -251,22 +254,23 @@ def test_the_staging_of_a_graph_is_kept_for_its_replays(comm: Communicator) -> N
 
 
 @on_ranks(2, pool="over_nccl")
-def test_a_barrier_is_met_on_the_host(comm: Communicator) -> None:
-    """With a transport whose tensors are elsewhere: what is launched there is not waited for."""
+def test_a_barrier_runs_on_the_host(comm: Communicator) -> None:
+    """A barrier sends no data: the transport's tensors are elsewhere, and nothing launched is
+    waited for."""
     transport = comm._connect("met", comm._ranks, comm._transport, None)
     transport.device = torch.device("meta")
     other = Communicator(
         lambda *_: transport, comm._ranks, name="met", timeout=60.0, warn_after=60.0
     )
-    spied = Spied(other)
+    spied = SpiedComm(other)
     other.barrier()
     assert not {"send", "recv"} & set(spied.calls)
     transport.device = torch.device("cpu")
     other.close()
 
 
-class Held(Spied):
-    """Whose sends take until they are let go."""
+class BlockedSends(SpiedComm):
+    """Its sends block until `goes_on` is set."""
 
     def __init__(self, comm: Communicator) -> None:
         super().__init__(comm)
@@ -279,9 +283,9 @@ class Held(Spied):
 
 
 @on_ranks(2, pool="over_nccl")
-def test_an_abort_lets_a_launch_on_the_host_end(comm: Communicator) -> None:
+def test_an_abort_waits_for_a_launch_in_progress(comm: Communicator) -> None:
     other = comm.duplicate()
-    held, transport = Held(other), other._transport
+    held, transport = BlockedSends(other), other._transport
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transport_module, "LAUNCH", 60.0)
         other.all_reduce(torch.ones(4), async_op=True)

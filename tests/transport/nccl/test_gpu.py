@@ -1,8 +1,8 @@
 """The NCCL transport on a GPU: two processes on one device, graphs, and training.
 
-NCCL takes two processes of one device for two hosts where each has an id of its own, and then goes
-over sockets: slow, and right. Whole collectives without processes are in test_virtual.py, all the
-engine does on one rank in test_alone.py.
+NCCL takes two processes on one device for two hosts if each has its own NCCL_HOSTID, and then uses
+sockets, which is slow but correct. Whole collectives within one process are in test_virtual.py, the
+engine on one rank in test_alone.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ pytestmark = [
 ]
 
 
-LIMIT = 60.0  # seconds: less than `make gpu` gives all of them, so that the others run
+# seconds; less than `make gpu` gives to all of these tests, so one that hangs lets the others run
+LIMIT = 60.0
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def on_gpu(pool) -> Callable[..., list[Any]]:
     return partial(pool, over_gpu, "nccl", LIMIT)
 
 
-def test_two_processes_give_the_simulators_bits(on_gpu):
+def test_two_processes_on_a_gpu_give_the_simulators_bits(on_gpu):
     cases = [
         Case("all_reduce", name, elements, dtype, op)
         for name in ALGORITHMS["all_reduce"]
@@ -60,11 +61,11 @@ def test_two_processes_give_the_simulators_bits(on_gpu):
         assert [found[i] for found in by_rank] == expected(case, 2), case
 
 
-def test_a_collective_in_a_cuda_graph(on_gpu):
+def test_a_collective_can_be_captured_in_a_cuda_graph(on_gpu):
     on_gpu(replay_captured_all_reduce)
 
 
-def duplicated(comm: Communicator) -> None:
+def check_shared_queue(comm: Communicator) -> None:
     with comm.duplicate() as other:
         assert other._transport._launches is comm._transport._launches
         xs = [torch.ones(1000, device="cuda") for _ in range(2)]
@@ -74,10 +75,10 @@ def duplicated(comm: Communicator) -> None:
 
 
 def test_communicators_of_a_device_share_a_queue(on_gpu):
-    on_gpu(duplicated)
+    on_gpu(check_shared_queue)
 
 
-def beside(comm: Communicator) -> None:
+def all_reduce_with_torch(comm: Communicator) -> None:
     store = dist.PrefixStore("beside", comm._connect.args[0])
     dist.init_process_group("nccl", store=store, rank=comm.rank, world_size=comm.size)
     for _ in range(3):
@@ -88,24 +89,24 @@ def beside(comm: Communicator) -> None:
     dist.destroy_process_group()
 
 
-def test_it_works_beside_torchs_own_group(on_gpu):
-    on_gpu(beside)
+def test_ringdp_and_torchs_nccl_group_work_in_one_process(on_gpu):
+    on_gpu(all_reduce_with_torch)
 
 
-def test_stage_3_has_the_losses_of_the_cpu(on_gpu, pool):
-    """Each of 5 layers rounds sums of WIDTH products, forwards and backwards, in every step."""
+def test_stage_3_has_the_cpus_losses(on_gpu, pool):
+    """In every step each of 5 layers rounds sums of WIDTH products, forwards and backwards."""
     for here, there in zip(on_gpu(train_clipped, "cuda"), pool(train_clipped), strict=True):
-        for i, (found, wanted) in enumerate(zip(here, there, strict=True)):
+        for i, (found, expected_value) in enumerate(zip(here, there, strict=True)):
             bound = 2 * 5 * WIDTH * torch.finfo(torch.float32).eps * (1 + i // 2)
-            assert abs(found - wanted) <= bound * abs(wanted)
+            assert abs(found - expected_value) <= bound * abs(expected_value)
 
 
-def peak(comm: Communicator) -> tuple[int, int]:
-    """(by the allocator, by the engine's account): bytes over a stage 3 step."""
+def peak_bytes(comm: Communicator) -> tuple[int, int]:
+    """Peak bytes of a stage 3 step, as counted by torch's allocator and by the engine."""
     width, layers = 1024, 64
     rows = torch.randn(1, width, device="cuda")
 
-    def trained(layers: int) -> tuple[int, int]:
+    def train(layers: int) -> tuple[int, int]:
         parts = (torch.nn.Linear(width, width, bias=False) for _ in range(layers))
         net = torch.nn.Sequential(*parts).cuda()
         engine = ringdp.shard(net, stage=3, unit=torch.nn.Linear, comm=comm)
@@ -121,14 +122,15 @@ def peak(comm: Communicator) -> tuple[int, int]:
         engine.close()
         return found
 
-    trained(2)  # cuBLAS keeps a workspace, 32 MiB on Hopper, for each of the streams and threads
+    train(2)  # cuBLAS keeps a workspace, 32 MiB on Hopper, per stream and thread
     gc.collect()
     before = torch.cuda.memory_allocated()
-    found, account = trained(layers)
+    found, account = train(layers)
     return found - before, account
 
 
-def test_the_allocator_holds_what_the_engine_says(on_gpu):
-    """But for activations of one row, a unit's gradient on its way to its bucket, and staging."""
-    for found, account in on_gpu(peak):
+def test_allocated_memory_equals_the_engines_account(on_gpu):
+    """The difference: activations of one row, a unit's gradient before it is in its bucket, and
+    staging."""
+    for found, account in on_gpu(peak_bytes):
         assert abs(found - account) <= 0.03 * account

@@ -1,4 +1,4 @@
-"""The host NCCL through CuPy's binding: what it does, what it refuses, and how it fails."""
+"""The host NCCL through CuPy's binding: results, refusals, injected faults and cleanup."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ only_with_host_nccl()
 UINT8, FLOAT = 1, 7
 INVALID_ARGUMENT, INVALID_USAGE, REMOTE = "INVALID_ARGUMENT", "INVALID_USAGE", "REMOTE_ERROR"
 nccl: Any = binding(host=True)
-SECONDS = 120.0  # only a hang reaches it
+SECONDS = 120.0  # only a hang takes as long
 
 
-def together(comms: list[Any], act: Callable[[Any, int], Any]) -> list[Any]:
-    """act(comm, rank) on a thread for each: what it returns, or the NcclError that it raises."""
+def run_on_threads(comms: list[Any], act: Callable[[Any, int], Any]) -> list[Any]:
+    """Runs act(comm, rank) on a thread for each; returns each result or NcclError."""
     results: list[Any] = ["hangs"] * len(comms)
 
     def run(rank: int) -> None:
@@ -58,13 +58,13 @@ def comms() -> list[Any]:
     return nccl.NcclCommunicator.initAll(3)
 
 
-def given(rank: int, dtype: torch.dtype, elements: int = 12) -> Tensor:
+def input_of(rank: int, dtype: torch.dtype, elements: int = 12) -> Tensor:
     return (torch.arange(elements) % 5 + 2 * rank).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_collectives_of_every_dtype(comms: list[Any], dtype: torch.dtype):
-    inputs = [given(r, dtype) for r in range(3)]
+    inputs = [input_of(r, dtype) for r in range(3)]
     total = sum(inputs[1:], inputs[0].clone())
 
     def act(comm: Any, rank: int) -> list[Tensor]:
@@ -81,26 +81,26 @@ def test_collectives_of_every_dtype(comms: list[Any], dtype: torch.dtype):
         return out
 
     mean = (total // 3) if not dtype.is_floating_point else (total.float() / 3).to(dtype)
-    for out in together(comms, act):
-        for found, wanted in zip(out, (total, mean, total, inputs[2]), strict=True):
-            assert torch.equal(found, wanted)
+    for out in run_on_threads(comms, act):
+        for found, expected in zip(out, (total, mean, total, inputs[2]), strict=True):
+            assert torch.equal(found, expected)
 
 
-def test_messages_of_a_group_go_side_by_side_and_those_of_a_pair_in_order(comms: list[Any]):
+def test_messages_of_a_group_run_concurrently_and_in_order_per_pair(comms: list[Any]):
     long = 300_000  # several slots
 
     def act(comm: Any, rank: int) -> bool:
-        mine = [given(10 * rank + k, torch.float32, long) for k in range(3)]
+        mine = [input_of(10 * rank + k, torch.float32, long) for k in range(3)]
         found = torch.zeros(3, 3, long)
         with grouped(nccl):
             for peer in range(3):
                 for k in range(3):
                     comm.send(mine[k].data_ptr(), long, FLOAT, peer, 0)
                     comm.recv(found[peer, k].data_ptr(), long, FLOAT, peer, 0)
-        wanted = [given(10 * p + k, torch.float32, long) for p in range(3) for k in range(3)]
-        return torch.equal(found.view(9, long), torch.stack(wanted))
+        expected = [input_of(10 * p + k, torch.float32, long) for p in range(3) for k in range(3)]
+        return torch.equal(found.view(9, long), torch.stack(expected))
 
-    assert together(comms, act) == [True] * 3
+    assert run_on_threads(comms, act) == [True] * 3
 
 
 X = torch.zeros(64)
@@ -119,24 +119,24 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_it_refuses_what_nccl_refuses(comms: list[Any], what: str):
-    act, wanted = REFUSED[what]
-    with pytest.raises(nccl.NcclError, match=wanted):
+def test_arguments_that_nccl_refuses_are_refused(comms: list[Any], what: str):
+    act, expected = REFUSED[what]
+    with pytest.raises(nccl.NcclError, match=expected):
         act(comms[0])
     if what != "an end without a start":
-        with pytest.raises(nccl.NcclError, match=wanted), grouped(nccl):
+        with pytest.raises(nccl.NcclError, match=expected), grouped(nccl):
             act(comms[0])
 
 
 @pytest.mark.parametrize("what", ["lengths", "collectives", "dtypes"])
-def test_ranks_that_do_not_fit_are_all_refused(comms: list[Any], what: str):
+def test_mismatched_calls_fail_on_all_ranks(comms: list[Any], what: str):
     def act(comm: Any, rank: int) -> None:
         x = torch.zeros(8)
         at, odd = x.data_ptr(), rank == 1
         match what:
             case "lengths":
                 with grouped(nccl):
-                    comm.send(at, 7, FLOAT, (rank + 1) % 3, 0)  # each fits with none
+                    comm.send(at, 7, FLOAT, (rank + 1) % 3, 0)  # no send fits its receive
                     comm.recv(at, 8, FLOAT, (rank - 1) % 3, 0)
             case "collectives":
                 if odd:
@@ -146,7 +146,7 @@ def test_ranks_that_do_not_fit_are_all_refused(comms: list[Any], what: str):
             case "dtypes":
                 comm.allReduce(at, at, 8, FLOAT - odd, 0, 0)
 
-    for result in together(comms, act):
+    for result in run_on_threads(comms, act):
         assert INVALID_USAGE in str(result)
 
 
@@ -155,14 +155,14 @@ def pair() -> list[Any]:
 
 
 def to_itself(comm: Any) -> None:
-    """What ends at once, unless it is refused because another thread is in a call."""
+    """Completes at once, unless it is refused because another thread is in a call."""
     with grouped(nccl):
         comm.send(AT, 0, FLOAT, comm.rank_id(), 0)
         comm.recv(AT, 0, FLOAT, comm.rank_id(), 0)
 
 
 def until_in_a_call(comm: Any) -> None:
-    """Of another thread's, which is refused while this one looks, and has to try again."""
+    """Waits until another thread is in a call. That thread retries if its own call is refused."""
     until = time.monotonic() + SECONDS
     while time.monotonic() < until:
         try:
@@ -172,7 +172,7 @@ def until_in_a_call(comm: Any) -> None:
     pytest.fail(f"no call in {SECONDS} s")
 
 
-def test_a_send_waits_for_its_receiver_until_it_is_aborted():
+def test_a_send_blocks_until_it_is_aborted():
     comms = pair()
     ended: list[str] = []
 
@@ -201,10 +201,11 @@ def test_a_send_waits_for_its_receiver_until_it_is_aborted():
     assert all("was aborted" in text for text in ended)
 
 
-def test_a_communicator_is_for_one_thread_at_a_time():
+def test_concurrent_calls_on_one_communicator_are_refused():
     comm, other = pair()
     until = time.monotonic() + SECONDS
-    refused: list[nccl.NcclError] = []  # of two calls that meet, the later one: either may be it
+    # of two concurrent calls the later is refused, which may be either
+    refused: list[nccl.NcclError] = []
 
     def receive() -> None:
         while time.monotonic() < until:
@@ -228,7 +229,7 @@ def test_a_communicator_is_for_one_thread_at_a_time():
     assert not waits.is_alive()
 
 
-def test_it_fails_on_request_and_once():
+def test_an_injected_failure_happens_once():
     (comm,) = nccl.NcclCommunicator.initAll(1)
     fault(FAIL, launches=1)
     comm.allReduce(AT, AT, 1, FLOAT, 0, 0)
@@ -240,10 +241,10 @@ def test_it_fails_on_request_and_once():
     comm.allReduce(AT, AT, 1, FLOAT, 0, 0)
 
 
-def test_it_stalls_on_request_until_it_is_aborted():
+def test_an_injected_stall_ends_with_an_abort():
     (comm,) = nccl.NcclCommunicator.initAll(1)
     fault(STALL)
-    stalled = threading.Thread(target=together, args=([comm], stuck), daemon=True)
+    stalled = threading.Thread(target=run_on_threads, args=([comm], stuck), daemon=True)
     stalled.start()
     until = time.monotonic() + SECONDS
     while fault_is_due() and time.monotonic() < until:
@@ -266,7 +267,7 @@ def test_a_split_has_its_own_ranks(comms: list[Any]):
         part.allReduce(x.data_ptr(), x.data_ptr(), 1, FLOAT, 0, 0)
         return part.rank_id(), part.size(), x.tolist()
 
-    assert together(comms, act) == [(1, 2, [2.0]), (0, 1, [1.0]), (0, 2, [2.0])]
+    assert run_on_threads(comms, act) == [(1, 2, [2.0]), (0, 1, [1.0]), (0, 2, [2.0])]
 
 
 def test_a_split_is_refused_in_a_group(comms: list[Any]):
@@ -275,12 +276,12 @@ def test_a_split_is_refused_in_a_group(comms: list[Any]):
             comms[0].commSplit(color, 0)
 
 
-def test_it_says_who_and_how_many(comms: list[Any]):
+def test_rank_size_device_and_version(comms: list[Any]):
     assert [(c.rank_id(), c.size(), c.device_id()) for c in comms] == [(r, 3, 0) for r in range(3)]
     assert nccl.get_version() == 22707
 
 
-def test_nothing_is_left_of_a_communicator():
+def test_destroyed_communicators_free_their_resources():
     before = held()
     comms = pair()
     assert "hostnccl" in " ".join(held() - before)
@@ -289,14 +290,14 @@ def test_nothing_is_left_of_a_communicator():
     assert not held() - before
 
 
-def test_nothing_is_left_of_what_could_not_be_made():
+def test_failed_creations_free_their_resources():
     comm = nccl.NcclCommunicator(1, nccl.get_unique_id(), 0)
     before = held()
     fault(FAIL)
     with pytest.raises(nccl.NcclError):
         comm.commSplit(0, 0)
     with pytest.raises(nccl.NcclError):
-        nccl.NcclCommunicator.initAll(65)  # more than there may be
+        nccl.NcclCommunicator.initAll(65)  # more ranks than there may be
     quiet = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
@@ -309,17 +310,17 @@ def test_nothing_is_left_of_what_could_not_be_made():
     assert not held() - before
 
 
-def test_an_id_of_somebody_else_is_refused():
+def test_foreign_and_forged_ids_are_refused():
     with pytest.raises(nccl.NcclError, match=INVALID_ARGUMENT):
         nccl.NcclCommunicator(1, bytes(128), 0)
     forged = bytearray(nccl.get_unique_id())
-    forged[8] ^= 1  # of the token
+    forged[8] ^= 1  # a byte of the token
     with pytest.raises(nccl.NcclError, match=INVALID_ARGUMENT):
         nccl.NcclCommunicator(1, bytes(forged), 0)
 
 
-def test_calls_that_do_not_block_are_refused_by_name():
-    """As with NCCL_COMM_BLOCKING=0: CuPy raises what it cannot look up."""
+def test_nonblocking_communicators_are_refused():
+    """As with NCCL_COMM_BLOCKING=0: CuPy raises KeyError for results that it does not know."""
     answers = SimpleNamespace(
         NcclError=nccl.NcclError, NcclCommunicator=lambda *_: nccl.NcclError(7)
     )
@@ -327,7 +328,7 @@ def test_calls_that_do_not_block_are_refused_by_name():
         communicator(answers, 2, bytes(128), 0)
 
 
-def test_a_process_has_one_nccl():
+def test_a_process_must_have_loaded_exactly_one_nccl():
     assert loaded() == [str(HOST)]
     check_loaded([str(HOST)], host=True)
     check_loaded(["/lib/libnccl.so.2"], host=False)

@@ -1,4 +1,4 @@
-"""Communicators of one device launch in the order of the calls, and do not end with each other."""
+"""Communicators of one device launch in call order, and fail or end independently."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ringdp.transport.device.streams import Streams
 from ringdp.transport.threads import Queue
 from tests.comm.failing import catch
 from tests.ranks import on_ranks
-from tests.transport.nccl.behind import Spied
+from tests.transport.nccl.behind import SpiedComm
 from tests.transport.nccl.faults import NONE, STALL, fault, only_with_host_nccl
 
 only_with_host_nccl()
@@ -31,7 +31,7 @@ def test_a_device_has_one_queue():
     assert one is not launches(torch.device("cuda", 1))
 
 
-def test_jobs_run_in_order_and_one_that_raises_ends_no_other(
+def test_jobs_run_in_order_and_an_error_does_not_stop_later_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shown: list[object] = []
@@ -50,10 +50,10 @@ def test_jobs_run_in_order_and_one_that_raises_ends_no_other(
     queue.end()
 
 
-def test_a_job_that_raises_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_raises_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
     queue, x = Queue("test"), torch.ones(3)
-    gone = weakref.ref(x)
+    reference = weakref.ref(x)
 
     def fail(kept: torch.Tensor) -> None:
         raise RuntimeError(f"of one job, which holds {len(kept)} elements")
@@ -61,25 +61,25 @@ def test_a_job_that_raises_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     queue.put(partial(fail, x))
     del x
     until = time.monotonic() + 60
-    while gone() is not None and time.monotonic() < until:
+    while reference() is not None and time.monotonic() < until:
         time.sleep(0.01)
-    assert gone() is None
+    assert reference() is None
     queue.end()
 
 
 @on_ranks(2, pool="over_nccl")
-def test_after_an_abort_that_hangs_a_device_has_another_queue(comm: Communicator) -> None:
-    """As by a GPU's, whose abort hangs."""
+def test_a_hanging_abort_gives_the_device_a_new_queue(comm: Communicator) -> None:
+    """As on a GPU whose abort hangs."""
     device, another = torch.device("cuda", 0), torch.device("cuda", 1)
     elsewhere = launches(another)
     other, before, passed = comm.duplicate(), launches(device), threading.Event()
-    launched, spied = threading.Event(), Spied(other)
+    launched, spied = threading.Event(), SpiedComm(other)
     spied.abort = passed.wait  # type: ignore[method-assign]
     other._transport._jobs.put(launched.wait)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(in_flight, "PATIENCE", 0.1)
         other.all_reduce(torch.ones(3), async_op=True)
-        comm.barrier()  # else the first rank's failure would be heard before the other's call
+        comm.barrier()  # otherwise the other rank could see the failure before its call
         other._transport.device = device
         other._transport.fail(FailureKind.ABORTED, comm.rank)
         until = time.monotonic() + 60
@@ -102,7 +102,7 @@ def test_a_collective_in_the_queue_counts_as_begun(comm: Communicator) -> None:
     first = end.record(comm.rank).finished
     queue.put(passed.wait)
     work = comm.all_reduce(torch.ones(3), async_op=True)
-    end.device = torch.device("meta")  # so that those of the CPU go beside it
+    end.device = torch.device("meta")  # now collectives of the CPU need not wait for it
     comm.all_reduce(torch.ones(3))
     end.device = device
     assert end.record(comm.rank)[1:3] == (first + 1, first)  # begun, finished
@@ -111,7 +111,7 @@ def test_a_collective_in_the_queue_counts_as_begun(comm: Communicator) -> None:
     queue.end()
 
 
-class Watched(Streams):
+class WatchedStreams(Streams):
     def __init__(self) -> None:
         self.may, self.issued = set[int](), set[int]()
 
@@ -123,21 +123,21 @@ class Watched(Streams):
 
 
 @on_ranks(2, pool="over_nccl")
-def test_who_issues_may_allocate_while_a_user_captures_with_another_communicator(
+def test_launch_threads_may_allocate_during_a_users_capture(
     comm: Communicator,
 ) -> None:
-    streams = Watched()
+    streams = WatchedStreams()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(in_flight, "streams", lambda _: streams)
         with comm.duplicate() as other:
             other.all_reduce(torch.ones(3))
     assert streams.issued
-    assert streams.issued < streams.may  # and the thread that watches may, too
+    assert streams.issued < streams.may  # and the watching thread may, too
 
 
 @on_ranks(2, pool="over_nccl")
-def test_a_communicator_that_fails_or_closes_holds_up_no_other(comm: Communicator) -> None:
-    """As by communicators of one GPU."""
+def test_a_failed_or_closed_communicator_does_not_delay_others(comm: Communicator) -> None:
+    """The communicators share a queue, as those of one GPU do."""
     queue, other, closed = Queue("test"), comm.duplicate(), comm.duplicate()
     for c in (comm, other, closed):
         c._transport._launches = queue
@@ -150,11 +150,11 @@ def test_a_communicator_that_fails_or_closes_holds_up_no_other(comm: Communicato
     comm.barrier()
     closed.close()
     if comm.rank == 1:
-        fault(STALL, launches=1)  # its stamp still comes
+        fault(STALL, launches=1)  # the stamp is still sent
     caught = catch(other, lambda: other.all_reduce(xs[0], async_op=True).wait(0.5))
     assert caught is not None
     assert caught.error == "CollectiveTimeout"
-    fault(NONE)  # which the launch may not have come to, where the other rank was late before
+    fault(NONE)  # the launch may not have happened, if the other rank was late before
     comm.all_reduce(x := torch.ones(3))
     assert torch.all(x == comm.size)
     queue.end()

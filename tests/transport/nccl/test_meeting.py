@@ -1,6 +1,6 @@
-"""Two processes on one GPU, each a host of its own, come together over NCCL and add two numbers.
+"""Two processes on one GPU, each posing as a host, connect over NCCL and add two numbers.
 
-First, and with little time: where NCCL does not do that, all of test_gpu.py would hang.
+Runs first and with a short limit: where this fails, every test of test_gpu.py would hang.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ pytestmark = [
 ]
 
 
-def added(comm: Communicator) -> list[float]:
+def add(comm: Communicator) -> list[float]:
     x = torch.full((2,), float(comm.rank + 1), device="cuda")
     comm.all_reduce(x)
     found: list[float] = x.tolist()
     return found
 
 
-def test_two_processes_of_one_gpu_add(gpu_ranks):
-    assert gpu_ranks(2, 22.0)(over_gpu, "nccl", 60.0, added) == [[3.0, 3.0]] * 2
+def test_two_processes_on_one_gpu_can_all_reduce(gpu_ranks):
+    assert gpu_ranks(2, 22.0)(over_gpu, "nccl", 60.0, add) == [[3.0, 3.0]] * 2

@@ -1,4 +1,5 @@
-"""Plans run, in any order of ranks, to the simulator's bits; without a device and without NCCL."""
+"""Plans executed in any order of ranks give the simulator's bits, without a device and without
+NCCL."""
 
 from __future__ import annotations
 
@@ -20,17 +21,17 @@ from ringdp.transport.nccl.tiles import Tiles, longest, slab_of, staging_shape
 from ringdp.transport.simulator import simulate
 from tests.schedule.test_fuse import schedules
 
-SLAB = 48  # elements: most chunks below have several tiles
+SLAB = 48  # elements; most chunks below have several tiles
 
 
 def run(programs: list[Program], buffers: list[Tensor], op: Op = "sum") -> None:
-    """All ranks in turns; a group ends when all its messages have come."""
+    """Executes all ranks' plans in one thread; a group ends when all its messages have arrived."""
     tiles = []
     for program, buffer in zip(programs, buffers, strict=True):
         steps, bounds = plan(program), chunk_bounds(buffer.numel(), program)
         staging = buffer.new_empty(staging_shape(steps, bounds, SLAB)).view(-1)
         if staging.is_floating_point():
-            staging.fill_(torch.nan)  # what nobody wrote is not to be read
+            staging.fill_(torch.nan)  # data that was never written must not be read
         tiles.append(Tiles(steps, buffer, bounds, staging, SLAB))
     rounds = sorted({step.round for t in tiles for step in t.plan.steps})
     for tile in range(max(t.count for t in tiles)):
@@ -58,8 +59,8 @@ def run(programs: list[Program], buffers: list[Tensor], op: Op = "sum") -> None:
 def check(made: Schedule, elements: int, dtype: torch.dtype, op: Op = "sum") -> None:
     programs = [project(made, r) for r in range(made.ranks)]
     g = torch.Generator().manual_seed(elements)
-    given = [torch.randn(elements, generator=g).mul_(100).to(dtype) for _ in programs]
-    found, expected = [x.clone() for x in given], [x.clone() for x in given]
+    inputs = [torch.randn(elements, generator=g).mul_(100).to(dtype) for _ in programs]
+    found, expected = [x.clone() for x in inputs], [x.clone() for x in inputs]
     run(programs, found, op)
     simulate([fuse(p) for p in programs], expected, op, depth=64)
     for rank in range(made.ranks):
@@ -71,31 +72,33 @@ def check(made: Schedule, elements: int, dtype: torch.dtype, op: Op = "sum") -> 
 def test_a_plan_gives_the_simulators_bits(collective: str, name: str, n: int):
     made = schedule(collective, name, n)
     for elements, dtype in ((7, torch.float32), (1003, torch.bfloat16)):
-        uneven = elements % made.chunks if "all_to_all" in collective else 0  # chunks change places
+        # all_to_all needs equal chunks
+        uneven = elements % made.chunks if "all_to_all" in collective else 0
         check(made, elements - uneven, dtype)
 
 
 @pytest.mark.parametrize("op", ["prod", "max"])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.float16])
-def test_every_kind_of_fold(op: Op, dtype: torch.dtype):
+def test_folds_of_every_kind_of_dtype_give_the_simulators_bits(op: Op, dtype: torch.dtype):
     for name in ("direct", "ring", "halving"):
         check(schedule("all_reduce", name, 4), 301, dtype, op)
 
 
-def test_a_sum_that_waits_keeps_what_it_waits_for():
+def test_a_delayed_sum_uses_its_original_inputs():
     """Rank 0 adds chunk 0 to chunk 1 before chunk 0 is replaced, and reads the sum after that."""
     rounds = (
         (Transfer(0, 0, 0, 1, True),),
         (Transfer(1, 0, 0, 0, False),),
         (Transfer(0, 1, 1, 1, False),),
         (Transfer(0, 0, 0, 1, True), Transfer(1, 1, 1, 0, True)),
-        (Transfer(1, 0, 1, 0, True),),  # changes what chunk 1 waits to be added
+        # changes chunk 0, whose old value is still to be added to chunk 1
+        (Transfer(1, 0, 1, 0, True),),
         (Transfer(0, 1, 0, 1, False),),
     )
     check(Schedule(2, 2, rounds), 400, torch.float32)
 
 
-def test_a_sum_in_scratch_may_be_copied_home_twice_at_once():
+def test_a_sum_in_scratch_may_be_copied_twice_in_one_round():
     rounds = (
         (Transfer(0, 0, 0, 2, False),),
         (Transfer(1, 0, 0, 2, True),),
@@ -104,7 +107,7 @@ def test_a_sum_in_scratch_may_be_copied_home_twice_at_once():
     check(Schedule(2, 2, rounds), 400, torch.float32)
 
 
-def test_scratch_may_be_added_twice_at_once():
+def test_scratch_may_be_added_twice_in_one_round():
     twice = Transfer(1, 1, 1, 0, True)
     check(Schedule(2, 1, ((Transfer(0, 1, 0, 1, False),), (twice, twice))), 400, torch.int32)
 
@@ -114,8 +117,9 @@ def test_a_plan_of_any_schedule_gives_the_simulators_bits(made: Schedule):
     check(made, 50 * made.chunks, torch.int32)
 
 
-def test_relayed_scratch_is_as_long_as_what_it_holds():
-    """Chunks of 2, 1 and 1 elements go by way of scratch that nobody there uses otherwise."""
+def test_relayed_scratch_has_the_length_of_its_chunk():
+    """Chunks of 2, 1 and 1 elements are relayed through scratch of a rank that uses it for nothing
+    else."""
     rounds = (
         tuple(Transfer(0, 1, c, 3 + c, False) for c in range(3)),
         tuple(Transfer(1, 2, 3 + c, 4 + c, False) for c in range(3)),
@@ -134,8 +138,8 @@ def test_staging_does_not_grow_with_the_rounds():
 
 
 @pytest.mark.parametrize("name", ["ring", "two_way_ring", "direct", "tree"])
-def test_a_tile_is_as_long_as_staging_allows(name: str):
-    """The same on all ranks, though a tree's leaves stage nothing."""
+def test_tiles_use_nearly_all_of_the_staging(name: str):
+    """Equal on all ranks, although a tree's leaves stage nothing."""
     for n in (2, 5, 8):
         made = schedule("all_reduce", name, n)
         programs = [project(made, rank) for rank in range(n)]
@@ -145,7 +149,7 @@ def test_a_tile_is_as_long_as_staging_allows(name: str):
         assert 0.9 * (1 << 20) < most <= 1 << 20
 
 
-def test_what_stages_nothing_is_one_tile():
+def test_a_plan_without_staging_is_one_tile():
     made = project(schedule("all_gather", "ring", 4), 1)
     for elements in (0, 1, 1 << 40):
         bounds = chunk_bounds(elements, made)
@@ -155,7 +159,8 @@ def test_what_stages_nothing_is_one_tile():
 
 @pytest.mark.parametrize(("collective", "name"), [a[:2] for a in ALGORITHMS])
 def test_a_fold_is_one_pass(collective: str, name: str):
-    """Over neighbours in staging, and one chunk where it lies; only an all_to_all copies."""
+    """A fold reads adjacent rows of staging and at most one chunk in place; only all_to_all has
+    copies."""
     for n in range(2, 9):
         for rank in range(n):
             made = plan(project(schedule(collective, name, n), rank))

@@ -1,4 +1,4 @@
-"""Whatever the NCCL transport launches is ordered by events, not by luck: see `racing`."""
+"""The NCCL transport orders all device work by events: see `racing`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ringdp.schedule import Builder, Schedule, Transfer
 from ringdp.transport.device.streams import THREAD_LOCAL, CudaStreams
 from tests.ranks import on_ranks
 from tests.transport.nccl.faults import only_with_host_nccl
-from tests.transport.nccl.racing import Device, faked, racing
+from tests.transport.nccl.racing import Device, patch_torch, racing
 
 only_with_host_nccl()
 pytestmark = pytest.mark.process
@@ -22,14 +22,14 @@ ELEMENTS = 1000  # several tiles of either parity
 SHORT = 30  # one tile
 
 
-def copying_first(n: int) -> Schedule:
-    """It begins with what no group comes before."""
+def copy_first(n: int) -> Schedule:
+    """An all_reduce that begins with a local copy, which no group of messages precedes."""
     kept = tuple(Transfer(r, r, 0, 1, False) for r in range(n))
     sent = tuple(Transfer(s, r, 1, 0, True) for r in range(n) for s in range(n) if s != r)
     return Schedule(ranks=n, chunks=1, rounds=(kept, sent))
 
 
-def called(
+def call_all_reduce(
     device: Device, comm: Communicator, elements: int, algorithm: str | Builder, op: str
 ) -> None:
     here, x = device.current.cuda_stream, torch.ones(elements)
@@ -38,35 +38,38 @@ def called(
     device.touch("caller again", here, writes=True, data=x)
 
 
-def on_two_streams(device: Device, comm: Communicator) -> None:
-    """By algorithms whose stagings have different shapes, so that rows of both parities are used by
-    one where the other parity's were."""
+def call_on_two_streams(device: Device, comm: Communicator) -> None:
+    """Algorithms whose stagings differ in shape, so that one parity's rows overlap the other's of
+    the call before."""
     side = device.stream()
     for algorithm in ("two_way_ring", "doubling"):
         for op in ("sum", "max"):
-            called(device, comm, ELEMENTS, algorithm, op)
+            call_all_reduce(device, comm, ELEMENTS, algorithm, op)
             with device.using(side):
                 for elements in (ELEMENTS // 3, SHORT):
-                    called(device, comm, elements, "direct", op)
-    called(device, comm, ELEMENTS // 3, copying_first, "sum")
+                    call_all_reduce(device, comm, elements, "direct", op)
+    call_all_reduce(device, comm, ELEMENTS // 3, copy_first, "sum")
 
 
 @pytest.mark.parametrize("n", [2, 3])
 @on_ranks(pool="over_nccl")
-def test_collectives_in_turn(comm: Communicator) -> None:
+def test_collectives_on_two_streams_do_not_race(comm: Communicator) -> None:
     with pytest.MonkeyPatch.context() as patch:
         device = racing(comm, patch)
-        on_two_streams(device, comm)
+        call_on_two_streams(device, comm)
         assert not device.races, device.races[0]
         device.capture()
-        on_two_streams(device, comm)
+        call_on_two_streams(device, comm)
         device.capturing = False
         assert not device.races, device.races[0]
 
 
-def test_a_thread_asks_the_device_nothing_before_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that begins while the user captures, as to end a communicator. And it stays there: see
-    what torch does where a stream of another device is left."""
+def test_new_threads_set_their_capture_mode_and_device_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A new thread, such as one that ends a communicator, must query nothing before it has set its
+    capture mode (Note [asking during a capture]), since the user may be capturing. It also makes
+    the device current: leaving a stream would otherwise create a context on GPU 0."""
     modes, devices = list[int](), list[torch.device]()
 
     class Driver:
@@ -77,7 +80,7 @@ def test_a_thread_asks_the_device_nothing_before_it_may(monkeypatch: pytest.Monk
             modes.append(mode._obj.value)
             return 0
 
-    faked(monkeypatch)  # whose streams cannot be asked
+    patch_torch(monkeypatch)  # its streams fail if they are queried
     monkeypatch.setattr(ctypes, "CDLL", Driver)
     monkeypatch.setattr(torch.cuda, "set_device", devices.append)
     one = torch.device("cuda:1")

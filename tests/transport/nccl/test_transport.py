@@ -1,4 +1,5 @@
-"""The NCCL transport over the host NCCL: eight ranks, NCCL's own collectives, and its faults."""
+"""The NCCL transport over the host NCCL: eight ranks, NCCL's own collectives, and injected
+faults."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ LENGTHS = (0, 1, 7, 1003)
 DTYPES = ("float32", "bfloat16")
 
 
-def eight(comm: Communicator, report: Report, cases: list[Case]) -> None:
+def run_cases(comm: Communicator, report: Report, cases: list[Case]) -> None:
     with ringdp.init(transport="nccl-host", timeout=CALL_TIMEOUT) as other:
         report(results_of(other, cases))
         comm.barrier()
@@ -38,89 +39,91 @@ def test_eight_ranks_give_the_simulators_bits(forks):
     ]
 
     def pool(_: Callable[..., Any], cases: list[Case]) -> list[list[bytes]]:
-        return [said for _, (said,) in forks(8, eight, cases)]
+        return [results for _, (results,) in forks(8, run_cases, cases)]
 
     assert_simulators_bits(pool, 8, cases)
 
 
-def by_nccl(function: Callable[..., Any], *arguments: Any) -> None:
+def call_with_nccl(function: Callable[..., Any], *arguments: Any) -> None:
     function(*arguments, algorithm="nccl")
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
 @on_ranks(pool="over_nccl")
-def test_nccls_own_collectives(comm: Communicator) -> None:
-    """On whole numbers, whose sums no order of additions rounds."""
+def test_nccls_own_collectives_give_exact_sums(comm: Communicator) -> None:
+    """Sums of small integers are exact in any order."""
     n, me = comm.size, comm.rank
     for dtype in (torch.float32, torch.bfloat16, torch.int32):
         x = (torch.arange(n * 5) % 7 + me).to(dtype)
-        given = [(torch.arange(n * 5) % 7 + r).to(dtype) for r in range(n)]
-        total, mine = sum(given[1:], given[0].clone()), slice(5 * me, 5 * me + 5)
+        inputs = [(torch.arange(n * 5) % 7 + r).to(dtype) for r in range(n)]
+        total, mine = sum(inputs[1:], inputs[0].clone()), slice(5 * me, 5 * me + 5)
         y = x.clone()
-        by_nccl(comm.all_reduce, y)
+        call_with_nccl(comm.all_reduce, y)
         assert torch.equal(y, total)
         y = x.clone()
-        by_nccl(comm.all_reduce, y, "max")
-        assert torch.equal(y, given[-1])
-        if dtype.is_floating_point:  # by which NCCL rounds
+        call_with_nccl(comm.all_reduce, y, "max")
+        assert torch.equal(y, inputs[-1])
+        if dtype.is_floating_point:  # NCCL rounds an average of integers differently
             y = x.clone()
-            by_nccl(comm.all_reduce, y, "avg")
+            call_with_nccl(comm.all_reduce, y, "avg")
             torch.testing.assert_close(y, total / n)
         out, root = torch.zeros(5, dtype=dtype), n - 1
-        by_nccl(comm.reduce_scatter, out, x)
+        call_with_nccl(comm.reduce_scatter, out, x)
         assert torch.equal(out, total[mine])
         y = x.clone()
-        by_nccl(comm.reduce, y, root)
+        call_with_nccl(comm.reduce, y, root)
         assert torch.equal(y, total if me == root else x)
         y = x.clone()
-        by_nccl(comm.broadcast, y, root)
-        assert torch.equal(y, given[root])
+        call_with_nccl(comm.broadcast, y, root)
+        assert torch.equal(y, inputs[root])
         whole = torch.zeros_like(x)
-        parts = torch.cat([g[5 * r : 5 * r + 5] for r, g in enumerate(given)])
-        by_nccl(comm.all_gather, whole, x[mine])
+        parts = torch.cat([g[5 * r : 5 * r + 5] for r, g in enumerate(inputs)])
+        call_with_nccl(comm.all_gather, whole, x[mine])
         assert torch.equal(whole, parts)
         sizes = [r + 1 for r in range(n)]
         whole = torch.zeros(sum(sizes), dtype=dtype)
-        by_nccl(comm.all_gather_v, whole, x[: me + 1], sizes)
-        assert torch.equal(whole, torch.cat([g[: r + 1] for r, g in enumerate(given)]))
+        call_with_nccl(comm.all_gather_v, whole, x[: me + 1], sizes)
+        assert torch.equal(whole, torch.cat([g[: r + 1] for r, g in enumerate(inputs)]))
         out = torch.zeros(me + 1, dtype=dtype)
-        by_nccl(comm.reduce_scatter_v, out, x[: sum(sizes)], sizes)
+        call_with_nccl(comm.reduce_scatter_v, out, x[: sum(sizes)], sizes)
         assert torch.equal(out, total[: sum(sizes)].split(sizes)[me])
         whole = torch.zeros_like(x)
-        by_nccl(comm.gather, whole if me == root else None, x[mine], root)
+        call_with_nccl(comm.gather, whole if me == root else None, x[mine], root)
         if me == root:
             assert torch.equal(whole, parts)
-        by_nccl(comm.scatter, out := torch.zeros(5, dtype=dtype), x if me == root else None, root)
-        assert torch.equal(out, given[root][mine])
-        by_nccl(comm.all_to_all, whole := torch.zeros_like(x), x)
-        assert torch.equal(whole, torch.cat([g[mine] for g in given]))
+        call_with_nccl(
+            comm.scatter, out := torch.zeros(5, dtype=dtype), x if me == root else None, root
+        )
+        assert torch.equal(out, inputs[root][mine])
+        call_with_nccl(comm.all_to_all, whole := torch.zeros_like(x), x)
+        assert torch.equal(whole, torch.cat([g[mine] for g in inputs]))
     with pytest.raises(ringdp.UsageError, match=r"'nccl' does not sum torch\.int16"):
-        by_nccl(comm.all_reduce, torch.ones(3, dtype=torch.int16))
+        call_with_nccl(comm.all_reduce, torch.ones(3, dtype=torch.int16))
     direct = torch.full((4,), 0.1)
-    comm.all_reduce(direct)  # ours again: what NCCL has prepared is not taken for it
+    # our algorithm again; a call prepared for NCCL must not be reused for it
+    comm.all_reduce(direct)
     assert comm._ready is None
 
 
-def suffers(comm: Communicator, what: int) -> Caught | None:
-    """Rank 1 does, in its third launch from now on; every collective has one for its stamp."""
+def inject_fault(comm: Communicator, what: int) -> Caught | None:
+    """Rank 1's third launch from now on fails or stalls; each collective has one launch for its
+    stamp."""
     c = ringdp.init(transport="nccl-host", timeout=CALL_TIMEOUT)
     rendezvous._world = comm
     c.barrier()
     comm.barrier()
     if comm.rank == 1:
         fault(what, launches=2)
-    x, patience = torch.ones(1), 0.5 if what == STALL else None
-    caught = catch(
-        c, lambda: c.all_reduce(x), lambda: c.all_reduce(x, async_op=True).wait(patience)
-    )
+    x, timeout = torch.ones(1), 0.5 if what == STALL else None
+    caught = catch(c, lambda: c.all_reduce(x), lambda: c.all_reduce(x, async_op=True).wait(timeout))
     c.close()
-    fault(NONE)  # which the launch may not have come to, where another rank was late before
+    fault(NONE)  # the launch may not have happened, if another rank was late before
     return caught
 
 
 @pytest.mark.parametrize("what", [FAIL, STALL])
-def test_a_fault_of_one_rank_is_an_error_on_all(ranks, what: int):
-    for caught in ranks(3)(suffers, what):
+def test_a_fault_of_one_rank_is_raised_on_all(ranks, what: int):
+    for caught in ranks(3)(inject_fault, what):
         assert caught is not None
         if what == STALL:
             assert caught.error == caught.again == "CollectiveTimeout"
@@ -129,11 +132,11 @@ def test_a_fault_of_one_rank_is_an_error_on_all(ranks, what: int):
             assert "rank 1 has aborted (NCCL: NCCL_ERROR_REMOTE_ERROR" in caught.text
 
 
-def lost(comm: Communicator) -> list[Caught | None]:
+def kill_rank_1(comm: Communicator) -> list[Caught | None]:
     c = ringdp.init(transport="nccl-host", timeout=CALL_TIMEOUT)
     other = c.duplicate()
     c.barrier()
-    comm.barrier()  # who were still in the other one might hear of the death there
+    comm.barrier()  # otherwise a rank still in the first barrier could notice the death there
     if comm.rank == 1:
         fault(LOSE, launches=1)
     x = torch.ones(5000)
@@ -144,14 +147,14 @@ def lost(comm: Communicator) -> list[Caught | None]:
 
 
 def test_a_killed_rank_is_named_on_every_other(fresh_ranks):
-    said = fresh_ranks(3).outcomes(lost)
-    assert said[1] is None
+    results = fresh_ranks(3).outcomes(kill_rank_1)
+    assert results[1] is None
     for rank in (0, 2):
-        for caught in said[rank]:
+        for caught in results[rank]:
             assert caught.error == caught.again == "PeerLost", caught
             assert "rank 1 has ended" in caught.text
 
 
-def test_it_says_what_it_needs():
+def test_nccl_without_a_gpu_is_refused():
     with pytest.raises(ringdp.UsageError, match="needs a CUDA device, and torch sees none"):
         ringdp.init(transport="nccl")

@@ -1,7 +1,6 @@
 """All ranks of a collective on one communicator of one rank, which sends to itself.
 
-So one device runs whole collectives, with its own transfers and folds between them: on the host
-here, on a GPU where there is one.
+So one device runs whole collectives, with its own transfers and folds: the host, or a GPU.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ CASES = [
 ]
 
 
-def run(nccl: Nccl, collective: str, name: str, given: list[Tensor], slab: int) -> list[Tensor]:
-    """What the ranks have after it, on the CPU."""
-    made = schedule(collective, name, len(given))
+def run(nccl: Nccl, collective: str, name: str, inputs: list[Tensor], slab: int) -> list[Tensor]:
+    """The ranks' buffers after the collective, on the CPU."""
+    made = schedule(collective, name, len(inputs))
     tiles = {}
-    for rank, x in enumerate(given):
+    for rank, x in enumerate(inputs):
         program = project(made, rank)
         steps, bounds = plan(program), chunk_bounds(x.numel(), program)
         staging = torch.empty(
@@ -54,12 +53,14 @@ def run(nccl: Nccl, collective: str, name: str, given: list[Tensor], slab: int) 
 def check(nccl: Nccl, n: int, elements: int, slab: int, dtype: torch.dtype) -> None:
     for collective, name in CASES:
         g = torch.Generator().manual_seed(n)
-        given = [torch.randn(elements * n, generator=g).to(dtype) for _ in range(n)]
-        expected = [x.clone() for x in given]
+        inputs = [torch.randn(elements * n, generator=g).to(dtype) for _ in range(n)]
+        expected = [x.clone() for x in inputs]
         made = schedule(collective, name, n)
         simulate([fuse(project(made, r)) for r in range(n)], expected, depth=64)
-        for found, wanted in zip(run(nccl, collective, name, given, slab), expected, strict=True):
-            assert torch.equal(found, wanted), (collective, name)
+        for found, expected_buffer in zip(
+            run(nccl, collective, name, inputs, slab), expected, strict=True
+        ):
+            assert torch.equal(found, expected_buffer), (collective, name)
 
 
 def alone(device: torch.device, *, host: bool) -> Nccl:
@@ -70,7 +71,7 @@ def alone(device: torch.device, *, host: bool) -> Nccl:
 
 @pytest.mark.parametrize("n", [2, 3, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_the_host(n: int, dtype: torch.dtype):
+def test_virtual_ranks_on_the_host_give_the_simulators_bits(n: int, dtype: torch.dtype):
     only_with_host_nccl()
     check(alone(torch.device("cpu"), host=True), n, 1003, 160, dtype)
 
@@ -78,7 +79,7 @@ def test_on_the_host(n: int, dtype: torch.dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("n", range(2, 9))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_a_gpu(n: int, dtype: torch.dtype):
+def test_virtual_ranks_on_a_gpu_give_the_simulators_bits(n: int, dtype: torch.dtype):
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     check(alone(torch.device("cuda", 0), host=False), n, 30_011, 8_192, dtype)
