@@ -1,4 +1,4 @@
-"""What tests of failures share: collectives to fail in, and what a rank hears of a failure."""
+"""Shared by tests of failures: collectives to fail in, and the error that a rank gets."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ from ringdp.transport.shm.transport import ShmTransport
 from ringdp.transport.store.handshake import Handshake
 
 
-def joined(store: Store, rank: int, ranks: int, arena: Arena | None = None) -> ShmTransport:
-    """That rank's end of shared memory, with those that meet in the store."""
+def connect(store: Store, rank: int, ranks: int, arena: Arena | None = None) -> ShmTransport:
+    """A rank's shared-memory transport, connected to the others through the store."""
     handshake = Handshake(store, rank, ranks)
     with handshake.session():
         return ShmTransport(handshake, arena=arena)
 
 
 class Caught(NamedTuple):
-    """An error as one rank got it; `at` is on the clock that all processes of a host share."""
+    """An error that one rank got; `at` is on the clock that all processes of a host share."""
 
     error: str
     text: str
     at: float
     seconds: float
-    again: str  # the error of the next call
+    again: str  # the type of the next call's error
 
 
 def catch(comm: Communicator, *calls: Callable[[], object]) -> Caught | None:
-    """The first error of the calls, in their order."""
+    """The first error that one of the calls raises; None if they all succeed."""
     start = time.monotonic()
     try:
         for call in calls:
@@ -60,26 +60,27 @@ def catch(comm: Communicator, *calls: Callable[[], object]) -> Caught | None:
 
 
 def until_failed(comm: Communicator) -> None:
-    """In the user's code, until another rank has given up."""
+    """Runs user code until another rank has failed."""
     while comm._transport.failure() is None:
         time.sleep(0.01)
 
 
 def held() -> Counter[str]:
-    """This process's mapped segments and its descriptors, by name. What it had before may go at any
-    time, so `held() - before` is what is left."""
+    """This process's mapped segments and descriptors, by name. Earlier ones may go at any time, so
+    a leak is what `held() - before` has."""
     gc.collect()
     found = Counter(
         re.findall(r"memfd:ringdp\S*", Path("/proc/self/maps").read_text(encoding="utf-8"))
     )
     for fd in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # that of the list itself, for one
+        with suppress(FileNotFoundError):  # such as the descriptor of the listing itself
             found[os.readlink(f"/proc/self/fd/{fd}")] += 1
     return found
 
 
 def leaves_nothing(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Checks that what it does to `comm`'s duplicates leaves no memory and no descriptor."""
+    """Checks that the function, which may make duplicates of `comm`, leaves no memory and no
+    descriptor."""
 
     @wraps(function)
     def run(comm: Communicator, *arguments: Any) -> Any:
@@ -93,7 +94,7 @@ def leaves_nothing(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def fallible(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Gives it a duplicate to ruin, and checks that its end leaves nothing."""
+    """Gives the function a duplicate that it may break, and checks that nothing is left of it."""
 
     @wraps(function)
     def run(comm: Communicator, *arguments: Any) -> Any:
@@ -104,7 +105,7 @@ def fallible(function: Callable[..., Any]) -> Callable[..., Any]:
     return leaves_nothing(run)
 
 
-# Each moves x, or so many elements from or to every rank.
+# Collectives on x, or on x.numel() elements from or to every rank.
 PLAIN: dict[str, Callable[..., Work]] = {
     "all_reduce": lambda c, x, **how: c.all_reduce(x, **how),
     "reduce_scatter": lambda c, x, **how: c.reduce_scatter(
@@ -140,7 +141,7 @@ def sizes(comm: Communicator, x: Tensor) -> list[int]:
 
 
 class Form(NamedTuple):
-    """A collective by one of its algorithms."""
+    """A collective and one of its algorithms."""
 
     collective: str
     algorithm: str
@@ -150,12 +151,12 @@ class Form(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As errors call it."""
-        own = self.collective == "all_to_all_v"  # with rows of its own
+        """The name in error messages."""
+        own = self.collective == "all_to_all_v"  # has a program of its own
         return self.collective if own else self.collective.removesuffix("_v")
 
     def call(self, comm: Communicator, x: Tensor, **how: Any) -> Work:
-        if self.collective != "all_to_all_v":  # which has no choice
+        if self.collective != "all_to_all_v":  # has only one algorithm
             how["algorithm"] = self.algorithm
         return COLLECTIVES[self.collective](comm, x, **how)
 
@@ -168,7 +169,8 @@ FORMS += [Form(collective, "direct") for collective in UNEVEN]
 
 
 def forms(turn: int | None) -> list[Form]:
-    """All of them, or in each turn another algorithm of every collective, and one with sizes."""
+    """All forms; or in each turn another algorithm of every collective, and one collective with
+    sizes."""
     if turn is None:
         return FORMS
     found = []
@@ -182,9 +184,9 @@ WHENS, RANKS = ("before", "within", "after"), (2, 4, 8)
 
 
 def matrix(hows: Collection[str]) -> list[ParameterSet]:
-    """(how, when, ranks, victim, turn) of failures: a sample, and in `exhaustive` the product.
+    """(how, when, ranks, victim, turn) of failures: a sample, and as `exhaustive` the full product.
 
-    The sample has every how, when and number of ranks beside every other.
+    The sample has every pair of how and when, and every number of ranks with each of them.
     """
     sample = []
     for a, how in enumerate([*hows, *hows][: max(len(hows), len(RANKS))]):
@@ -204,7 +206,7 @@ def matrix(hows: Collection[str]) -> list[ParameterSet]:
 
 
 def by_turns(rows: Iterable[tuple[Any, ...]], last: Sequence[Any]) -> list[ParameterSet]:
-    """(*row, n): with each row another n of the `last`, and in `exhaustive` every one."""
+    """Rows (*row, n). Each row runs with one n of `last`, in turn; all others are `exhaustive`."""
     return [
         pytest.param(*row, n, marks=() if i % len(last) == j else pytest.mark.exhaustive)
         for i, row in enumerate(rows)
@@ -219,13 +221,13 @@ CALL = re.compile(
 
 
 def line_of(file: str, number: str) -> str:
-    """A test's, where an error says that it is: the head of a long path is cut."""
+    """The line of a test that an error names; errors cut the head of a long path."""
     return linecache.getline(f"{TESTS}/{file.rpartition('/tests/')[2]}", int(number))
 
 
 def names_its_line(text: str) -> bool:
-    """Whether an error begins with a call and a line that makes it; `hear` makes those it is given
-    as `call()`."""
+    """Whether an error begins with a call and the line that makes it, which in `catch` is
+    `call()`."""
     found = CALL.match(text)
     if found is None:
         return False
@@ -234,7 +236,7 @@ def names_its_line(text: str) -> bool:
 
 
 def row_of(rank: int, text: str) -> str:
-    """Its row in the table of an error that says the rest in one line."""
+    """The rank's row in the table of an error whose message is one line."""
     row = text.splitlines()[2 + rank]
     assert row.split()[0] == str(rank)
     return row

@@ -1,4 +1,4 @@
-"""After a failure: the ranks that are left give up, and all come together again."""
+"""After a failure: the remaining ranks abort, and all ranks create communicators again."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ from tests.forks import CALL_TIMEOUT, LIFETIME, Forks, Report, store
 pytestmark = pytest.mark.process
 
 
-def aborts(comm: Communicator, report: Report) -> None:
+def rank_1_aborts(comm: Communicator, report: Report) -> None:
     with comm.duplicate() as other:
         other.barrier()
         if comm.rank == 1:
             comm.abort()
             comm.abort()
             with pytest.raises(ringdp.CommunicationError, match="closed"):
-                other.barrier()  # duplicates are given up too
+                other.barrier()  # duplicates are aborted too
             report(None)
         else:
             report([catch(comm, comm.barrier), catch(other, other.barrier)])
             comm.abort()
-    for _ in range(2):  # again, and again without an abort
+    for _ in range(2):  # a second time without an abort
         comm = ringdp.init(timeout=CALL_TIMEOUT)
         x = torch.tensor([comm.rank + 1])
         comm.all_reduce(x)
         report(x.item())
 
 
-def test_abort_is_heard_at_once_and_all_come_again(forks: Forks):
-    for rank, (code, said) in enumerate(forks(3, aborts)):
+def test_an_abort_is_reported_at_once_and_ranks_can_start_again(forks: Forks):
+    for rank, (code, reported) in enumerate(forks(3, rank_1_aborts)):
         assert code == 0
-        caught, *sums = said
+        caught, *sums = reported
         assert sums == [6, 6]
         for h in caught or ():
             assert h.error == h.again == "PeerLost", f"{rank}: {h}"
@@ -63,27 +63,27 @@ comm.all_reduce(torch.tensor([1000]))
 """
 
 
-def survivors_go_on(comm: Communicator, report: Report) -> None:
+def replace_a_dead_rank(comm: Communicator, report: Report) -> None:
     comm.barrier()
     if comm.rank == 1:
         subprocess.Popen([sys.executable, "-c", SUCCESSOR])
         os.kill(os.getpid(), signal.SIGKILL)
     report(catch(comm, comm.barrier).error)
     comm.abort()
-    again = ringdp.init(timeout=LIFETIME)  # an interpreter starts, and imports torch
-    x = torch.tensor([again.rank + 1])
-    again.all_reduce(x)
+    new = ringdp.init(timeout=LIFETIME)  # long, since a new interpreter has to import torch
+    x = torch.tensor([new.rank + 1])
+    new.all_reduce(x)
     report(x.item())
 
 
 def test_a_new_process_takes_the_place_of_a_dead_one(forks: Forks):
-    first, (code, _), last = forks(3, survivors_go_on)
+    first, (code, _), last = forks(3, replace_a_dead_rank)
     assert code == -signal.SIGKILL
     assert first == last == (0, ["PeerLost", 1 + 1000 + 3])
 
 
-def broadcasts(comm: Communicator) -> None:
-    """Each waits for nobody, while there is room for what it sends."""
+def broadcast_until_full(comm: Communicator) -> None:
+    """A root does not wait while there is room for what it sends."""
     for _ in range(1000):
         comm.broadcast(torch.ones(10), algorithm="binomial")
 
@@ -92,31 +92,32 @@ OCCASIONS: dict[str, Callable[[Communicator], None]] = {
     "close": lambda c: c.close(),
     "call": lambda c: c.barrier(),
     "wait": lambda c: c.all_reduce(torch.ones(10), async_op=True).wait(),
-    "no room": broadcasts,
+    "no room": broadcast_until_full,
 }
 
 
-def ends_unheard(comm: Communicator, report: Report, occasion: str) -> None:
-    """A broadcast that has ended at its root, while a rank that it was for is no more."""
+def receiver_dies_after_broadcast(comm: Communicator, report: Report, occasion: str) -> None:
+    """A broadcast that has completed at its root while a receiver has died."""
     comm.barrier()
     if comm.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     work = comm.broadcast(torch.ones(10), algorithm="binomial", async_op=True)
     while "ended" not in process_state(comm._transport.record(1).pid):
         time.sleep(0.001)
-    work.wait()  # it has ended here: that is no occasion
+    work.wait()  # the broadcast has completed here, so this raises nothing
     report(catch(comm, lambda: OCCASIONS[occasion](comm)))
 
 
 @pytest.mark.parametrize("occasion", OCCASIONS)
-def test_what_ended_at_its_root_alone_is_told_at_the_next_occasion(forks: Forks, occasion):
-    (_, (caught,)), _ = forks(2, ends_unheard, occasion)
+def test_a_root_learns_of_a_dead_receiver_at_its_next_call(forks: Forks, occasion):
+    (_, (caught,)), _ = forks(2, receiver_dies_after_broadcast, occasion)
     assert caught.error == "PeerLost"
     assert "; rank 1 has ended (" in caught.text
 
 
-class Left:
-    """Of two ranks: the other ends its last collective, closes and exits while it is looked at."""
+class LeavingRank:
+    """Two ranks: the other one completes its last collective, closes and exits while it is
+    checked."""
 
     rank, ranks = 0, 2
 
@@ -136,15 +137,15 @@ class Left:
         raise AssertionError(f"{kind} of rank {rank}")
 
 
-def test_who_closes_and_exits_meanwhile_is_not_lost():
+def test_a_rank_that_closes_and_exits_is_not_lost():
     ended = os.spawnlp(os.P_NOWAIT, "true", "true")
     os.waitpid(ended, 0)
     within = RankRecord(ended, 1, 0, 0, 0, 0.0)
     closed = [within._replace(finished=1), within._replace(pid=CLOSED, finished=1)]
     for after in closed:
-        Guard(Left([within, after]), 1.0).check_closing(1)  # type: ignore[arg-type]
+        Guard(LeavingRank([within, after]), 1.0).check_closing(1)  # type: ignore[arg-type]
     with pytest.raises(AssertionError, match="LOST of rank 1"):
-        Guard(Left([within, within]), 1.0).check_closing(1)  # type: ignore[arg-type]
+        Guard(LeavingRank([within, within]), 1.0).check_closing(1)  # type: ignore[arg-type]
 
 
 UNWAITED: dict[str, Callable[[Communicator], object]] = {
@@ -153,8 +154,8 @@ UNWAITED: dict[str, Callable[[Communicator], object]] = {
 }
 
 
-def hears_from_a_third(comm: Communicator, report: Report, call: str) -> None:
-    """Rank 2 dies, rank 1 waits for it and so finds it out, and rank 0 waits for nobody."""
+def rank_1_finds_that_rank_2_died(comm: Communicator, report: Report, call: str) -> None:
+    """Rank 2 dies; rank 1 waits for it and so finds out; rank 0 waits for no rank."""
     UNWAITED["repeated"](comm)
     comm.barrier()
     if comm.rank == 2:
@@ -168,16 +169,16 @@ def hears_from_a_third(comm: Communicator, report: Report, call: str) -> None:
 
 
 @pytest.mark.parametrize("call", UNWAITED)
-def test_what_another_rank_has_found_is_told_by_any_call(forks: Forks, call: str):
-    for code, said in forks(3, hears_from_a_third, call)[:2]:
+def test_any_call_raises_a_failure_that_another_rank_found(forks: Forks, call: str):
+    for code, reported in forks(3, rank_1_finds_that_rank_2_died, call)[:2]:
         assert code == 0
-        (caught,) = said
+        (caught,) = reported
         assert caught.error == "PeerLost"
         assert "; rank 2 has ended (" in caught.text
 
 
-def trains(path: str) -> tuple[int, list[float]]:
-    """The step that it went on from, and the weights."""
+def train_with_checkpoints(path: str) -> tuple[int, list[float]]:
+    """The step that training continued from, and the final weights."""
     comm = ringdp.init(timeout=CALL_TIMEOUT)
     weights, first = torch.zeros(4), 0
     if os.path.exists(path):
@@ -195,10 +196,10 @@ def trains(path: str) -> tuple[int, list[float]]:
     return first, weights.tolist()
 
 
-def test_torchruns_restart_goes_on_from_the_last_checkpoint(tmp_path):
-    """By what torchrun calls, whose ranks are forked here."""
+def test_after_torchruns_restart_training_continues_from_the_checkpoint(tmp_path):
+    """Uses torchrun's own launcher, with ranks forked here."""
     config = LaunchConfig(
-        *(1, 1, 2),  # nodes, at least and at most, of so many ranks
+        *(1, 1, 2),  # 1 to 1 nodes of 2 ranks each
         run_id="again",
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",
@@ -208,8 +209,11 @@ def test_torchruns_restart_goes_on_from_the_last_checkpoint(tmp_path):
         monitor_interval=0.05,
         start_method="forkserver",
     )
-    with ThreadPoolExecutor(1) as thread:  # in the main one it would take signals, and keep them
-        started = thread.submit(elastic_launch(config, trains), str(tmp_path / "checkpoint"))
+    # on the main thread the launcher would install signal handlers and leave them
+    with ThreadPoolExecutor(1) as thread:
+        started = thread.submit(
+            elastic_launch(config, train_with_checkpoints), str(tmp_path / "checkpoint")
+        )
         found = started.result()
     weights = torch.zeros(4)
     for step in range(6):

@@ -1,4 +1,4 @@
-"""What each collective gives, against torch's arithmetic."""
+"""The results of every collective, compared with torch's arithmetic."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def everyone(comm: Communicator, *shape: int, seed: int = 0) -> Tensor:
     return torch.stack([values(r, *shape, seed=seed) for r in range(comm.size)])  # [ranks, *shape]
 
 
-def forms(comm: Communicator) -> None:
+def check_all_reduce_and_broadcast(comm: Communicator) -> None:
     n, mine = comm.size, comm.rank
     expected = everyone(comm, 6, 5).sum(0)
 
@@ -72,7 +72,7 @@ def forms(comm: Communicator) -> None:
     comm.barrier()
 
 
-def scattered(comm: Communicator) -> None:
+def check_reduce_scatter(comm: Communicator) -> None:
     n, mine = comm.size, comm.rank
     total = everyone(comm, n * 5).sum(0)
     own = total[mine * 5 :][:5]
@@ -96,7 +96,7 @@ def scattered(comm: Communicator) -> None:
     comm.reduce_scatter(grad, values(mine, n * 5).requires_grad_())
     assert torch.equal(grad, own)
 
-    # Starts where the rank's part does, but is not it: another stride.
+    # The output begins where the rank's part of the input does, but with another stride.
     base = values(mine, n * 4)
     begin = base[mine * 4 :]
     if mine == 0 and n > 1:
@@ -108,7 +108,7 @@ def scattered(comm: Communicator) -> None:
         assert torch.equal(begin[:4], everyone(comm, n * 4).sum(0)[mine * 4 :][:4])
 
 
-def gathered(comm: Communicator) -> None:
+def check_all_gather(comm: Communicator) -> None:
     n, mine = comm.size, comm.rank
     expected = everyone(comm, 5).reshape(-1)
 
@@ -130,7 +130,7 @@ def gathered(comm: Communicator) -> None:
     assert torch.equal(out, expected)
     assert not out.requires_grad
 
-    if n > 1:  # the input begins where the rank's part does, with another stride
+    if n > 1:  # the input begins where the rank's part of the output does, but with another stride
         out = torch.arange(n * 4.0) + 100 * mine
         strided = out[::2][:4] if mine == 0 else out[mine * 4 :][:4]
         before = strided.clone()
@@ -138,73 +138,82 @@ def gathered(comm: Communicator) -> None:
         assert torch.equal(out[mine * 4 :][:4], before)
 
 
-def averaged(comm: Communicator) -> None:
-    """Sums that are exact, divided: the same by every algorithm and however long they are."""
+def check_averages(comm: Communicator) -> None:
+    """Averages of exact sums are the same by every algorithm and for every length."""
     n, mine, root = comm.size, comm.rank, comm.size - 1
     for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.complex64):
-        for each in (7, 5_000, 60_001):  # of a rank: in lines, as a whole, in tiles
+        for each in (7, 5_000, 60_001):  # elements of a rank: sent in lines, as a whole, in tiles
             total = everyone(comm, n * each).sum(0).to(dtype.to_real())
             expected = (total / n).to(dtype)
             part = expected[mine * each :][:each]
-            given = values(mine, n * each).to(dtype)
+            inputs = values(mine, n * each).to(dtype)
             for program in (False, True):
                 ring, binomial = ("ring", "binomial") if program else ("direct", "direct")
-                x = given.clone()
+                x = inputs.clone()
                 comm.all_reduce(x, "avg", algorithm=ring)
                 assert torch.equal(x, expected), (ring, dtype, each)
-                shared = comm.empty(n * each, dtype=dtype.to_real()).copy_(given.real)
+                shared = comm.empty(n * each, dtype=dtype.to_real()).copy_(inputs.real)
                 comm.all_reduce(shared, "avg", algorithm=ring, async_op=True).wait()
                 assert torch.equal(shared, expected.real)
                 wide = torch.empty(each, 2, dtype=dtype)
-                comm.reduce_scatter(wide[:, 1], given, "avg", algorithm=ring)
+                comm.reduce_scatter(wide[:, 1], inputs, "avg", algorithm=ring)
                 assert torch.equal(wide[:, 1], part)
-                x = given.clone()
+                x = inputs.clone()
                 own = x[mine * each :][:each]
                 comm.reduce_scatter_v(own, x, [each] * n, "avg", algorithm=ring)
                 assert torch.equal(own, part)
-                x = given.clone()
+                x = inputs.clone()
                 comm.reduce(x, root, "avg", algorithm=binomial)
-                assert torch.equal(x, expected if mine == root else given)
+                assert torch.equal(x, expected if mine == root else inputs)
 
 
-def rounded_once(comm: Communicator) -> None:
-    """Averages of 16-bit floats whose sums are too long for them, or too large."""
+def check_averages_are_rounded_once(comm: Communicator) -> None:
+    """Averages of 16-bit floats whose sums would be rounded or overflow in 16 bits."""
     n, mine, root = comm.size, comm.rank, comm.size - 1
     for dtype in (torch.float16, torch.bfloat16):
         drawn = torch.rand(n, n * 9, generator=torch.Generator().manual_seed(1))
-        given = (20_000 + 40_000 * drawn).to(dtype)
-        expected = (reduce(torch.add, given.float()) / n).to(dtype)
-        for _ in range(2):  # the second ones repeat the first
-            x = given[mine].clone()
+        inputs = (20_000 + 40_000 * drawn).to(dtype)
+        expected = (reduce(torch.add, inputs.float()) / n).to(dtype)
+        for _ in range(2):  # the second round repeats the first one's calls
+            x = inputs[mine].clone()
             comm.all_reduce(x, "avg")
             assert torch.equal(x, expected)
-            x = given[mine].clone()
+            x = inputs[mine].clone()
             comm.reduce(x, root, "avg")
-            assert torch.equal(x, expected if mine == root else given[mine])
+            assert torch.equal(x, expected if mine == root else inputs[mine])
             part = torch.empty(9, dtype=dtype)
-            comm.reduce_scatter(part, given[mine], "avg")
+            comm.reduce_scatter(part, inputs[mine], "avg")
             assert torch.equal(part, expected[mine * 9 :][:9])
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
-@pytest.mark.parametrize("what", [forms, scattered, gathered, averaged, rounded_once])
-def test_results_are_torchs(ranks, n: int, what: Callable[[Communicator], None]):
+@pytest.mark.parametrize(
+    "what",
+    [
+        check_all_reduce_and_broadcast,
+        check_reduce_scatter,
+        check_all_gather,
+        check_averages,
+        check_averages_are_rounded_once,
+    ],
+)
+def test_results_equal_torchs(ranks, n: int, what: Callable[[Communicator], None]):
     ranks(n)(what)
 
 
-SMALL = 71362  # the bits of a float32 that is denormal, as is twice that
+DENORMAL_BITS = 71362  # the bits of a denormal float32; twice that is denormal too
 
 
 @pytest.mark.parametrize("algorithm", ["direct", "ring"])
 @on_ranks(2)
-def test_denormals_stay_whatever_thread_adds_them(comm: Communicator, algorithm: str) -> None:
-    """In lines, as a whole, in tiles."""
+def test_denormals_are_kept_by_every_thread(comm: Communicator, algorithm: str) -> None:
+    """In lines, as a whole, and in tiles."""
     torch.set_flush_denormal(True)
     try:
         for elements in (8, 1000, 1 << 18):
-            bits = torch.full((elements,), SMALL, dtype=torch.int32)
+            bits = torch.full((elements,), DENORMAL_BITS, dtype=torch.int32)
             comm.all_reduce(bits.view(torch.float32), algorithm=algorithm)
-            assert bits.eq(comm.size * SMALL).all()
-        assert torch.tensor(SMALL, dtype=torch.int32).view(torch.float32) * 1 == 0
+            assert bits.eq(comm.size * DENORMAL_BITS).all()
+        assert torch.tensor(DENORMAL_BITS, dtype=torch.int32).view(torch.float32) * 1 == 0
     finally:
         torch.set_flush_denormal(False)

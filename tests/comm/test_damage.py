@@ -1,4 +1,5 @@
-"""What another process may have damaged: refused with an error that says so, read without harm."""
+"""Memory and messages that another process may have damaged: refused with a clear error, or read
+safely."""
 
 from __future__ import annotations
 
@@ -21,19 +22,19 @@ from ringdp.comm.call import named, place
 from ringdp.comm.table import table
 from ringdp.transport.shm.files import SEALS, Address
 from ringdp.transport.shm.watch import Watched, segments
-from tests.comm.failing import catch, joined
+from tests.comm.failing import catch, connect
 from tests.comm.test_late import TIMEOUT
 from tests.forks import CALL_TIMEOUT, Forks, Report, store
 
 pytestmark = pytest.mark.process
 
-# csrc/segment.hpp's Header: magic, token, bytes of all, ranks, bytes of a record, ..., failed
+# offsets in csrc/segment.hpp's Header: magic, token, total bytes, ranks, record bytes, ..., failed
 MAGIC, TOKEN, BYTES, RANKS, RECORD, FAILED = 0, 8, 16, 24, 28, 48
 
 
 @pytest.fixture
 def segment():
-    """The bytes of a sound segment of one rank."""
+    """The bytes of an intact segment of one rank."""
     with ringdp.init():
         path = segments([os.getpid()])[-1]
         assert Watched(path).ranks == 1
@@ -48,7 +49,7 @@ def memfd(data: bytes, *, sealed: bool = True) -> int:
     return fd
 
 
-def flipped(data: bytes, at: int, form: str, value: int) -> bytes:
+def replace_field(data: bytes, at: int, form: str, value: int) -> bytes:
     size = struct.calcsize(form)
     return data[:at] + struct.pack(form, value) + data[at + size :]
 
@@ -58,31 +59,37 @@ DAMAGES = {
     "header cut": (lambda s: s[:40], "its 40 bytes hold no header"),
     "cut": (lambda s: s[:-4096], "its header says"),
     "longer": (lambda s: s + bytes(4096), "its header says"),
-    "magic": (lambda s: flipped(s, MAGIC, "Q", 7), "another version of ringdp, or not ringdp's"),
-    "record": (lambda s: flipped(s, RECORD, "I", 64), "its records have 64 bytes"),
-    "no ranks": (lambda s: flipped(s, RANKS, "I", 0), "its header says 0 ranks"),
-    "ranks": (lambda s: flipped(s, RANKS, "I", 2**32 - 1), "its header says 4294967295 ranks"),
+    "magic": (
+        lambda s: replace_field(s, MAGIC, "Q", 7),
+        "another version of ringdp, or not ringdp's",
+    ),
+    "record": (lambda s: replace_field(s, RECORD, "I", 64), "its records have 64 bytes"),
+    "no ranks": (lambda s: replace_field(s, RANKS, "I", 0), "its header says 0 ranks"),
+    "ranks": (
+        lambda s: replace_field(s, RANKS, "I", 2**32 - 1),
+        "its header says 4294967295 ranks",
+    ),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_the_doctor_refuses_a_damaged_segment(segment, damage):
-    change, said = DAMAGES[damage]
+    change, message = DAMAGES[damage]
     fd = memfd(change(segment))
-    with pytest.raises(CommunicationError, match=re.escape(said)):
+    with pytest.raises(CommunicationError, match=re.escape(message)):
         Watched(Path(f"/proc/self/fd/{fd}"))
     os.close(fd)
 
 
-def test_the_doctor_refuses_what_could_shrink_while_it_reads(segment):
+def test_the_doctor_refuses_a_segment_that_could_shrink(segment):
     fd = memfd(segment, sealed=False)
     with pytest.raises(CommunicationError, match="not sealed"):
         Watched(Path(f"/proc/self/fd/{fd}"))
     os.close(fd)
 
 
-def saying(address: str) -> HashStore:
-    """A store in which rank 0 is said to have its memory there."""
+def store_with_address(address: str) -> HashStore:
+    """A store in which rank 0 has published this address of its memory."""
     store = HashStore()
     store.set("segment", address)
     return store
@@ -95,13 +102,13 @@ def address(pid: object, fd: object, token: object) -> str:
 
 JOINED = {
     "cut": (lambda s: s[:-4096], "bytes instead of"),
-    "magic": (lambda s: flipped(s, MAGIC, "Q", 7), "belongs to another job or version"),
-    "token": (lambda s: flipped(s, TOKEN, "Q", 7), "belongs to another job or version"),
-    "ranks": (lambda s: flipped(s, RANKS, "I", 3), "belongs to another job or version"),
+    "magic": (lambda s: replace_field(s, MAGIC, "Q", 7), "belongs to another job or version"),
+    "token": (lambda s: replace_field(s, TOKEN, "Q", 7), "belongs to another job or version"),
+    "ranks": (lambda s: replace_field(s, RANKS, "I", 3), "belongs to another job or version"),
 }
 
 
-def two_ranks(comm: Communicator, report: Report) -> None:
+def report_segment(comm: Communicator, report: Report) -> None:
     if comm.rank == 0:
         (path,) = segments([os.getpid()])
         report(path.read_bytes())
@@ -110,24 +117,24 @@ def two_ranks(comm: Communicator, report: Report) -> None:
 
 @pytest.fixture(scope="module")
 def shared(forks: Forks) -> bytes:
-    """The bytes of a sound segment of two ranks."""
-    (_, (data,)), _ = forks(2, two_ranks)
+    """The bytes of an intact segment of two ranks."""
+    (_, (data,)), _ = forks(2, report_segment)
     return data
 
 
 @pytest.mark.parametrize("damage", JOINED)
 def test_a_rank_refuses_a_damaged_segment(shared, damage):
-    change, said = JOINED[damage]
+    change, message = JOINED[damage]
     token = struct.unpack_from("Q", shared, TOKEN)[0]
     fd = memfd(change(shared))
-    store = saying(address(os.getpid(), fd, token))
-    with ringdp.init() as comm, pytest.raises(CommunicationError, match=said):
-        joined(store, 1, 2, arena=comm._transport.arena)
+    store = store_with_address(address(os.getpid(), fd, token))
+    with ringdp.init() as comm, pytest.raises(CommunicationError, match=message):
+        connect(store, 1, 2, arena=comm._transport.arena)
     os.close(fd)
 
 
 @pytest.mark.parametrize(
-    ("there", "said"),
+    ("address_text", "message"),
     [
         ("", "published a malformed address"),
         ("1", "published a malformed address"),
@@ -140,27 +147,27 @@ def test_a_rank_refuses_a_damaged_segment(shared, damage):
     ],
     ids=["nothing", "a number", "five numbers", "a word", "below 0", "65 bits", "no file", "other"],
 )
-def test_a_rank_refuses_an_address_where_there_is_none(there, said):
-    with pytest.raises(CommunicationError, match=said):
-        joined(saying(there), 1, 2)
+def test_a_rank_refuses_a_malformed_address(address_text, message):
+    with pytest.raises(CommunicationError, match=message):
+        connect(store_with_address(address_text), 1, 2)
 
 
-def test_a_failure_in_the_store_that_makes_no_sense_is_no_ranks_fault():
-    store = saying(address(1, 2, 3))
+def test_a_malformed_failure_in_the_store_is_an_error():
+    store = store_with_address(address(1, 2, 3))
     store.set("failed", "1 7")
     with pytest.raises(CommunicationError, match="its store holds a malformed failure") as error:
-        joined(store, 1, 2)
+        connect(store, 1, 2)
     assert error.type is CommunicationError
 
 
-def damaged_under_way(comm: Communicator, report: Report, what: str, seed: int) -> None:
+def damage_shared_memory(comm: Communicator, report: Report, what: str, seed: int) -> None:
     talk = store()
     comm.barrier()
     if comm.rank == 0:
         (path,) = segments([os.getpid()])
         with path.open("r+b") as file:
             view = mmap.mmap(file.fileno(), 0)
-        records = 64 + 2 * struct.unpack_from("I", view, RECORD)[0]  # where they end
+        records = 64 + 2 * struct.unpack_from("I", view, RECORD)[0]  # where the records end
         noise = random.Random(seed).randbytes
         if what == "failure":
             struct.pack_into("Q", view, FAILED, 77 << 32 | 0xFFFFFFFF)
@@ -175,14 +182,14 @@ def damaged_under_way(comm: Communicator, report: Report, what: str, seed: int) 
     report(catch(comm, lambda: ring().wait(TIMEOUT)))
 
 
-def test_a_failure_of_no_known_kind_is_damage(forks: Forks):
-    for code, (_, caught) in forks(2, damaged_under_way, "failure", 0):
+def test_an_unknown_kind_of_failure_is_damage(forks: Forks):
+    for code, (_, caught) in forks(2, damage_shared_memory, "failure", 0):
         assert code == 0
         assert caught.error == caught.again == "CommunicationError"
         assert "; what the ranks tell one another is damaged\n" in caught.text
 
 
-def damaged_store(comm: Communicator, report: Report) -> None:
+def damage_store(comm: Communicator, report: Report) -> None:
     comm = ringdp.init(transport="c10d", timeout=CALL_TIMEOUT)
     comm.barrier()
     if comm.rank == 0:
@@ -190,30 +197,30 @@ def damaged_store(comm: Communicator, report: Report) -> None:
     report(catch(comm, lambda: comm.recv(torch.ones(1), 1 - comm.rank)))
 
 
-def test_a_failure_of_no_known_kind_is_damage_over_gloo_too(forks: Forks):
-    for code, (caught,) in forks(2, damaged_store):
+def test_an_unknown_kind_of_failure_is_damage_over_gloo(forks: Forks):
+    for code, (caught,) in forks(2, damage_store):
         assert code == 0
         assert caught.error == caught.again == "CommunicationError"
         assert "; what the ranks tell one another is damaged\n" in caught.text
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_noise_for_messages_is_an_error_on_every_rank(forks: Forks, seed):
+def test_random_message_bytes_are_an_error_on_every_rank(forks: Forks, seed):
     """A mismatch where it looks like a message, a timeout where it does not."""
-    for code, (_, caught) in forks(2, damaged_under_way, "messages", seed):
+    for code, (_, caught) in forks(2, damage_shared_memory, "messages", seed):
         assert code == 0
         assert caught.error == caught.again
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_noise_for_records_is_only_shown(forks: Forks, seed):
-    for code, (shown, _) in forks(2, damaged_under_way, "records", seed):
+def test_random_record_bytes_are_shown_in_the_table(forks: Forks, seed):
+    for code, (shown, _) in forks(2, damage_shared_memory, "records", seed):
         assert code == 0
         assert shown.replace("\n", "").isprintable()
         assert [line[0] for line in shown.splitlines()] == ["r", "0", "1"]
 
 
-def test_text_of_another_process_is_shown_without_its_control_characters():
+def test_control_characters_of_another_process_are_not_shown():
     assert place(b"\x1b[2Jtrain.py:7\n\xff\0\0") == "?[2Jtrain.py:7?\N{REPLACEMENT CHARACTER}"
     assert place(b"") == "an unknown line"
     assert named(3, 2**55 - 1) == "unknown 31 #3 (unknown 31)"

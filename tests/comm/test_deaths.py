@@ -1,7 +1,7 @@
-"""A rank that dies, however and whenever: within a second, every other rank says which one.
+"""A rank dies, in any way and at any time: within a second every other rank names it.
 
-One job has a communicator for each collective, and its victim ends at the same point of them all:
-the last rank, or the first, which is the root.
+One job has a communicator for each collective; the victim, the first (the root) or the last rank,
+dies at the same point of all of them.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from tests.forks import CALL_TIMEOUT, Forks, Report
 
 pytestmark = pytest.mark.process
 
-SMALL, LARGE = 1000, 50_000  # elements; a large one takes milliseconds
-ALLOWED = CALL_TIMEOUT / 3  # s: it is no timeout. Takes 0.01 s, unless a busy machine stands still
+SMALL, LARGE = 1000, 50_000  # elements; a large collective takes milliseconds
+ALLOWED = CALL_TIMEOUT / 3  # seconds; takes 0.01 s on an idle machine, but must not be a timeout
 
 
-def killed() -> None:
+def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def raising() -> None:
-    sys.excepthook = lambda *_: None  # its traceback is of no use to a reader of the tests
+def raise_error() -> None:
+    sys.excepthook = lambda *_: None  # keep the traceback out of the tests' output
     raise RuntimeError("a bug of the user's")
 
 
-def exiting() -> None:
+def exit_with_7() -> None:
     sys.exit(7)
 
 
-def vanishing() -> None:
+def exit_at_once() -> None:
     os._exit(9)
 
 
 ENDS = {
-    "killed": (killed, -9),
-    "raising": (raising, 1),
-    "exiting": (exiting, 7),
-    "vanishing": (vanishing, 9),
+    "killed": (kill, -9),
+    "raising": (raise_error, 1),
+    "exiting": (exit_with_7, 7),
+    "vanishing": (exit_at_once, 9),
 }
 
 
@@ -57,7 +57,7 @@ def victim_ends(
     cases = [(form, comm.duplicate()) for form in forms(turn)]
     for _, c in cases:
         c.barrier()  # collective 0
-    comm.barrier()  # who were still in one would hear of the death there
+    comm.barrier()  # otherwise a rank still in one could notice the death there
     x = torch.ones(LARGE if when == "within" else SMALL)
     works: dict[Form, Work] = {}
 
@@ -77,16 +77,16 @@ def victim_ends(
 
 
 @pytest.mark.parametrize(("how", "when", "n", "victim", "turn"), matrix(ENDS))
-def test_a_rank_that_ends_is_lost_to_every_other(forks: Forks, how, when, n, victim, turn):
+def test_a_rank_that_dies_is_reported_lost_by_all_others(forks: Forks, how, when, n, victim, turn):
     ended = forks(n, victim_ends, how, when, victim, turn)
     code, (died,) = ended[victim]
     assert code == ENDS[how][1]
     after: list[float] = []
     for rank in set(range(n)) - {victim}:
-        code, said = ended[rank]
+        code, reported = ended[rank]
         assert code == 0
-        assert [form for form, _ in said] == forms(turn)
-        for form, h in said:
+        assert [form for form, _ in reported] == forms(turn)
+        for form, h in reported:
             assert h is not None, f"{form} went on"
             assert h.error == h.again == "PeerLost", h
             assert names_its_line(h.text), h

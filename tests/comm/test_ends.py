@@ -1,4 +1,5 @@
-"""However the ranks of a job end, they end: no hang, no zombie, nothing left in shared memory."""
+"""However the ranks of a job end, there is no hang, no zombie, and nothing left in shared
+memory."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ from tests.limits import no_descriptor
 pytestmark = pytest.mark.process
 
 
-def right_after_a_large_one(comm: Communicator, report: Report) -> None:
-    """Its result may still be read by the others."""
+def after_large_collectives(comm: Communicator, report: Report) -> None:
+    """The other ranks may still be reading the result."""
     x = torch.ones(2_000_000)
     for _ in range(3):
         comm.all_reduce(x)
@@ -43,12 +44,12 @@ def with_communicators_in_a_cycle(comm: Communicator, report: Report) -> None:
     sys.exit()
 
 
-def with_a_code(comm: Communicator, report: Report) -> None:
+def with_an_exit_code(comm: Communicator, report: Report) -> None:
     comm.barrier()
     sys.exit(3)
 
 
-def killed_at_once(comm: Communicator, report: Report) -> None:
+def all_killed(comm: Communicator, report: Report) -> None:
     comm.barrier()
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -64,24 +65,24 @@ def after_an_error(comm: Communicator, report: Report) -> None:
 
 
 ENDS: dict[Callable[[Communicator, Report], None], list[int]] = {
-    right_after_a_large_one: [0, 0, 0],
+    after_large_collectives: [0, 0, 0],
     with_a_collective_pending: [0, 0, 0],
     with_communicators_in_a_cycle: [0, 0, 0],
-    with_a_code: [3, 3, 3],
-    killed_at_once: [-9, -9, -9],
+    with_an_exit_code: [3, 3, 3],
+    all_killed: [-9, -9, -9],
     after_an_error: [4, -9, 4],
 }
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_they_end_and_nothing_stays(forks: Forks, end):
+def test_ranks_end_and_leave_no_shared_memory(forks: Forks, end):
     before = set(os.listdir("/dev/shm"))
     assert [code for code, _ in forks(3, end)] == ENDS[end]
     assert not {f for f in set(os.listdir("/dev/shm")) - before if "ringdp" in f}
 
 
-def closes_without_a_descriptor(comm: Communicator, report: Report) -> None:
-    """Before the other rank has what it is sent."""
+def close_without_a_descriptor(comm: Communicator, report: Report) -> None:
+    """While the other rank has not yet received the data."""
     x = torch.ones(9)
     if comm.rank == 0:
         comm.broadcast(x, algorithm="binomial")
@@ -95,8 +96,8 @@ def closes_without_a_descriptor(comm: Communicator, report: Report) -> None:
         comm.broadcast(x, algorithm="binomial")
 
 
-def test_a_rank_that_cannot_be_looked_for_has_not_ended(forks: Forks):
-    assert [code for code, _ in forks(2, closes_without_a_descriptor)] == [0, 0]
+def test_closing_without_a_free_descriptor_loses_no_data(forks: Forks):
+    assert [code for code, _ in forks(2, close_without_a_descriptor)] == [0, 0]
 
 
 WAITING = """
@@ -142,9 +143,9 @@ else:
 
 
 @pytest.mark.parametrize("text", [WAITING, DAEMONS], ids=["ours", "users"])
-def test_threads_are_back_before_the_interpreter_is_gone(tmp_path, text: str):
-    """Else those that wait for messages and for futures abort the process while it ends, and so do
-    a user's daemons in a call."""
+def test_threads_in_calls_do_not_abort_the_exit(tmp_path, text: str):
+    """Threads that wait for messages or futures, and a user's daemon threads in a call, would
+    otherwise abort the process while it exits."""
     script = tmp_path / "waiting.py"
     script.write_text(text, encoding="utf-8")
     store = loopback_store()

@@ -1,4 +1,4 @@
-"""Communicators that end while others use them, in processes that go on: and nothing stays."""
+"""Communicators that end while others use them, in processes that continue; nothing is leaked."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from tests.ranks import TIMEOUT, on_ranks
 
 pytestmark = pytest.mark.process
 
-ALLOWED = TIMEOUT / 3  # s: it is no timeout. Takes 0.01 s, unless a busy machine stands still
+ALLOWED = TIMEOUT / 3  # seconds; takes 0.01 s on an idle machine, but must not be a timeout
 
 
 @fallible
-def closes(comm: Communicator) -> Caught | None:
+def rank_1_closes(comm: Communicator) -> Caught | None:
     if comm.rank == 1:
         comm.close()
         comm.close()
@@ -41,7 +41,7 @@ def closes(comm: Communicator) -> Caught | None:
 
 
 def test_a_rank_that_closes_is_lost_to_the_others(ranks):
-    for caught in ranks(3)(closes):
+    for caught in ranks(3)(rank_1_closes):
         if caught:
             assert caught.error == caught.again == "PeerLost"
             assert "rank 1 has ended" in caught.text
@@ -49,7 +49,7 @@ def test_a_rank_that_closes_is_lost_to_the_others(ranks):
 
 
 @fallible
-def queued(comm: Communicator) -> str | None:
+def queue_behind_a_stuck_call(comm: Communicator) -> str | None:
     other = comm.duplicate()
     if comm.rank == 1:
         other.barrier()
@@ -62,35 +62,37 @@ def queued(comm: Communicator) -> str | None:
     return str(raised.value)
 
 
-def test_a_call_behind_one_that_is_stuck_says_so(ranks):
-    line = ranks(2)(queued)[0].splitlines()[0]
+def test_a_queued_call_names_the_call_it_waits_behind(ranks):
+    line = ranks(2)(queue_behind_a_stuck_call)[0].splitlines()[0]
     assert re.search(r"test_failures.py:\d+ \(queued behind #\d\); rank 1 has ended", line), line
 
 
 @leaves_nothing
-def pending_close(comm: Communicator) -> float:
+def close_with_pending_calls(comm: Communicator) -> float:
     start = time.monotonic()
     with comm.duplicate() as other:
         if comm.rank == 0:
             works = [other.all_reduce(torch.ones(10), async_op=True) for _ in range(3)]
             other.close()
-            for work in works:  # the first runs, the others wait in line: neither may wait on
+            # the first one is in progress, the others are queued; none may keep waiting
+            for work in works:
                 with pytest.raises(CommunicationError, match="closed"):
                     work.wait()
                 assert work.is_completed()
                 assert isinstance(work.exception(), CommunicationError)
-        comm.barrier()  # rank 1 closes no earlier: it would be lost to what is pending
+        comm.barrier()  # if rank 1 closed earlier, the pending calls would raise PeerLost
     return time.monotonic() - start
 
 
-def test_close_ends_what_is_pending(ranks):
-    assert max(ranks(2)(pending_close)) < ALLOWED
+def test_close_ends_pending_calls(ranks):
+    assert max(ranks(2)(close_with_pending_calls)) < ALLOWED
 
 
 @on_ranks(2)
 @leaves_nothing
 def test_a_timed_out_buffer_is_not_freed_under_the_thread(comm: Communicator) -> None:
-    """The tensor of a collective that timed out is not reused while the thread may write to it."""
+    """The tensor of a collective that timed out is not reused while the progress thread may write
+    to it."""
     with comm.duplicate() as other:
         for call in range(20):
             if (call, comm.rank) == (0, 1):
@@ -106,14 +108,14 @@ def test_a_timed_out_buffer_is_not_freed_under_the_thread(comm: Communicator) ->
 
 @contextmanager
 def interrupted_in(comm: Communicator) -> Iterator[None]:
-    """What is called within gets a Ctrl-C, once it is rank 0's second collective."""
+    """Sends SIGINT to a call inside the block once rank 0 has begun its second collective."""
 
     def interrupt() -> None:
         while comm._transport.record(0).begun < 2:
             time.sleep(0.001)
         os.kill(os.getpid(), signal.SIGINT)
 
-    # A job in the background of a shell without job control starts with SIGINT ignored.
+    # A background job of a shell without job control starts with SIGINT ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
@@ -121,25 +123,26 @@ def interrupted_in(comm: Communicator) -> Iterator[None]:
 
 
 @leaves_nothing
-def interrupted(comm: Communicator) -> float:
+def interrupt_a_barrier(comm: Communicator) -> float:
     start = time.monotonic()
     with comm.duplicate() as other:
         other.barrier()
         if comm.rank == 0:
             with interrupted_in(other):
-                other.barrier()  # to which rank 1 does not come
-            other.close()  # before rank 1, which would be lost to it
+                other.barrier()  # rank 1 does not call it
+            other.close()  # before rank 1, which would otherwise see it lost
         comm.barrier()
     return time.monotonic() - start
 
 
 def test_ctrl_c_ends_a_wait(ranks):
-    assert max(ranks(2)(interrupted)) < ALLOWED
+    assert max(ranks(2)(interrupt_a_barrier)) < ALLOWED
 
 
 @leaves_nothing
-def interrupted_at_first(comm: Communicator) -> tuple[int, int]:
-    """In a call that none before was like. How much is kept for it then, and once it has ended."""
+def interrupt_a_first_call(comm: Communicator) -> tuple[int, int]:
+    """Interrupts a call that is not a repeated one. Returns how many calls' buffers are kept then,
+    and after the call has completed."""
     kept = 0
     with comm.duplicate() as other:
         other.barrier()
@@ -147,7 +150,8 @@ def interrupted_at_first(comm: Communicator) -> tuple[int, int]:
             with interrupted_in(other):
                 other.broadcast(torch.zeros(200_000), root=1)
             kept = len(other._transport.kept)
-        others = [torch.full((200_000,), 7.0) for _ in range(4)]  # where it was, if it has gone
+        # would get the buffer's memory if it had been freed
+        others = [torch.full((200_000,), 7.0) for _ in range(4)]
         comm.barrier()
         if comm.rank == 1:
             other.broadcast(torch.ones(200_000), root=1)
@@ -156,12 +160,12 @@ def interrupted_at_first(comm: Communicator) -> tuple[int, int]:
         return kept, len(other._transport.kept)
 
 
-def test_ctrl_c_in_a_first_call_leaves_what_it_uses(ranks):
-    assert ranks(2)(interrupted_at_first) == [(1, 0), (0, 0)]
+def test_ctrl_c_in_a_first_call_keeps_its_buffers_alive(ranks):
+    assert ranks(2)(interrupt_a_first_call) == [(1, 0), (0, 0)]
 
 
-class Interrupted:
-    """A part of csrc, whose calls Python interrupts as they return."""
+class InterruptedCore:
+    """Wraps an object of csrc: calls raise KeyboardInterrupt when they return."""
 
     def __init__(self, core: Any) -> None:
         self._core = core
@@ -177,22 +181,22 @@ class Interrupted:
 
 
 @leaves_nothing
-def interrupted_at_the_end(comm: Communicator) -> list[int]:
+def interrupt_as_calls_return(comm: Communicator) -> list[int]:
     found = []
     other = comm.duplicate()
     transport: Any = other._transport
     x = torch.ones(100_000)
-    sizes = [len(x)] * comm.size  # what has them is not to be repeated
+    sizes = [len(x)] * comm.size  # calls with sizes are not repeated ones
     calls = (
         lambda: other.all_gather_v(x.repeat(comm.size), x, sizes, algorithm="ring", async_op=True),
         lambda: other.isend(x, 1 - comm.rank),
         lambda: other.irecv(x, 1 - comm.rank),
     )
     prepare = transport.prepare
-    transport.prepare = lambda what: Interrupted(prepare(what))
-    transport._mail = Interrupted(transport._mail)
+    transport.prepare = lambda what: InterruptedCore(prepare(what))
+    transport._mail = InterruptedCore(transport._mail)
     for call in calls:
-        comm.barrier()  # nothing has ended by the next line: the other rank has not begun it
+        comm.barrier()  # the other rank has not begun the call, so it cannot complete early
         if comm.rank == 0:
             with pytest.raises(KeyboardInterrupt):
                 call()
@@ -202,8 +206,8 @@ def interrupted_at_the_end(comm: Communicator) -> list[int]:
     return found
 
 
-def test_ctrl_c_as_a_call_begins_leaves_what_it_uses(ranks):
-    assert ranks(2)(interrupted_at_the_end) == [[1, 2, 3], []]
+def test_ctrl_c_as_a_call_returns_keeps_its_buffers_alive(ranks):
+    assert ranks(2)(interrupt_as_calls_return) == [[1, 2, 3], []]
 
 
 class Held:
@@ -211,8 +215,9 @@ class Held:
 
 
 @fallible
-def outlived(comm: Communicator, later: bool) -> bool:
-    """Whether what a failed call's caller held is gone, though the error is raised again."""
+def locals_are_freed(comm: Communicator, later: bool) -> bool:
+    """Whether the locals of a failed call's caller are freed although the error was raised
+    again."""
     comm.barrier()
     if comm.rank == 1:
         comm.close()
@@ -237,19 +242,19 @@ def outlived(comm: Communicator, later: bool) -> bool:
 
 
 @pytest.mark.parametrize("later", [False, True])
-def test_an_error_holds_nothing_of_its_callers(ranks, later: bool):
-    assert all(ranks(2)(outlived, later))
+def test_an_error_does_not_keep_its_callers_locals(ranks, later: bool):
+    assert all(ranks(2)(locals_are_freed, later))
 
 
 @on_ranks(2)
 @fallible
-def test_a_forked_child_is_no_rank(comm: Communicator) -> None:
-    """A child, as of a data loader: it is refused, and its exit harms nobody. It has the arena,
-    where tensors of its own may lie, but no hold on ranks, or on what they talk through."""
+def test_a_forked_child_cannot_communicate(comm: Communicator) -> None:
+    """A forked child, such as a data loader's, is refused, and its exit does no harm. It inherits
+    the arena, where its own tensors may lie, but no mapping or descriptor of other ranks."""
     closed = comm.duplicate()
     closed.close()
     message = comm.irecv(torch.ones(3), 1 - comm.rank)
-    for _ in range(2):  # so that it is ready
+    for _ in range(2):  # the second call is a repeated one
         comm.barrier()
     calls = (comm.barrier, lambda: comm.empty(3), message.wait, comm.abort)
     pid = os.fork()
@@ -278,15 +283,16 @@ def test_a_forked_child_is_no_rank(comm: Communicator) -> None:
 
 
 def mapped() -> set[int]:
-    """Where segments and files for messages begin."""
+    """The addresses of mapped segments and message files."""
     maps = Path("/proc/self/maps").read_text(encoding="utf-8")
     return {int(at, 16) for at in re.findall(r"(\w+)-.*memfd:ringdp(?:-mail)? ", maps)}
 
 
 @on_ranks(2)
 @leaves_nothing
-def test_a_closed_communicator_takes_nothing_from_a_child(comm: Communicator) -> None:
-    """In a child, a communicator that was closed before: what the child has in its place stays."""
+def test_a_closed_communicator_unmaps_nothing_in_a_child(comm: Communicator) -> None:
+    """In a child, freeing a communicator that was closed before the fork must not unmap what is
+    there now."""
     before = mapped()
     other = comm.duplicate()
     x = torch.ones(1)
@@ -311,8 +317,8 @@ def test_a_closed_communicator_takes_nothing_from_a_child(comm: Communicator) ->
 
 @pytest.mark.parametrize("n", [2, 3])
 @on_ranks()
-def test_a_rank_may_leave_right_after_its_last_collective(comm: Communicator) -> None:
-    """A rank closes right after its last collective, while the others may still be reading."""
+def test_a_rank_may_close_right_after_its_last_collective(comm: Communicator) -> None:
+    """A rank closes right after its last collective, while others may still be reading its data."""
     before = held()
     for i in range(150):
         with comm.duplicate() as other:

@@ -1,4 +1,5 @@
-"""Tensors of every form and parts of every size, against plain indexing."""
+"""Collectives on tensors of every layout, with parts of every size, compared with plain
+indexing."""
 
 from __future__ import annotations
 
@@ -14,18 +15,18 @@ from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
-LARGE = 40_000  # float64 elements: several slabs
+LARGE = 40_000  # float64 elements; several slabs
 
 
-def given(rank: int, elements: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """Small whole numbers: exact in every dtype and order of additions."""
+def input_of(rank: int, elements: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """Small integers, exact in every dtype and order of additions."""
     g = torch.Generator().manual_seed(1000 * seed + rank)
     x = torch.randint(-5, 6, (elements,), generator=g).to(dtype)
     return x + 1j * x.flip(0) if dtype.is_complex else x
 
 
-def disguised(x: Tensor, form: str) -> Tensor:
-    """A tensor with x's elements in row-major order, of another form."""
+def with_layout(x: Tensor, form: str) -> Tensor:
+    """A tensor with x's elements in row-major order, but another layout."""
     match form:
         case "strided":
             return torch.stack([x, torch.full_like(x, 3)], 1)[:, 0]
@@ -44,7 +45,7 @@ def disguised(x: Tensor, form: str) -> Tensor:
                 return x.clone()
         case "inference, strided":
             with torch.inference_mode():
-                return disguised(x, "strided")
+                return with_layout(x, "strided")
     return x.clone()
 
 
@@ -62,7 +63,7 @@ FORMS = (
 DTYPES = (torch.float64, torch.complex64, torch.bfloat16, torch.int16, torch.bool)
 
 
-def moved(comm: Communicator, seeds: int) -> None:
+def check_moving(comm: Communicator, seeds: int) -> None:
     n, me = comm.size, comm.rank
     rng = random.Random(n)  # the same on all ranks
     for seed in range(seeds):
@@ -72,42 +73,44 @@ def moved(comm: Communicator, seeds: int) -> None:
         most = LARGE if seed % 20 == 0 else 7
         table = [[rng.choice((0, 1, rng.randrange(most))) for _ in range(n)] for _ in range(n)]
         sizes = table[0]
-        mine = [given(r, sizes[r], dtype, seed) for r in range(n)]
+        mine = [input_of(r, sizes[r], dtype, seed) for r in range(n)]
         whole = torch.cat(mine)
 
         def out(count: int, dtype: torch.dtype = dtype, into: str = into) -> Tensor:
-            return disguised(given(n, count, dtype, -1), into)
+            return with_layout(input_of(n, count, dtype, -1), into)
 
-        work, own = [], disguised(mine[me], out_of)
+        work, own = [], with_layout(mine[me], out_of)
         work.append((o := out(len(whole)), whole, comm.all_gather_v(o, own, sizes, async_op=True)))
         o = out(len(whole))
         more = {"algorithm": algorithm, "async_op": True}
         w = comm.gather_v(o if me == root else None, own, sizes, root, **more)
         work.append((o if me == root else own, whole if me == root else mine[me], w))
         o = out(sizes[me])
-        source = disguised(whole, out_of)
+        source = with_layout(whole, out_of)
         w = comm.scatter_v(o, source if me == root else None, sizes, root, **more)
         work += [(o, mine[me], w), (source, whole, w)]
-        pairs = [[given(s * n + d, table[s][d], dtype, seed) for d in range(n)] for s in range(n)]
+        pairs = [
+            [input_of(s * n + d, table[s][d], dtype, seed) for d in range(n)] for s in range(n)
+        ]
         received = [pairs[s][me] for s in range(n)]
         o = out(sum(map(len, received)))
-        i = disguised(torch.cat(pairs[me]), out_of)
+        i = with_layout(torch.cat(pairs[me]), out_of)
         w = comm.all_to_all_v(o, i, [len(p) for p in received], table[me], async_op=True)
         work += [(o, torch.cat(received), w), (i, torch.cat(pairs[me]), w)]
         k = rng.randrange(most)
-        i = disguised(given(me, k * n, dtype, seed), out_of)
+        i = with_layout(input_of(me, k * n, dtype, seed), out_of)
         o = out(k * n)
         w = comm.all_to_all(o, i, async_op=True)
-        parts = [given(r, k * n, dtype, seed)[me * k : (me + 1) * k] for r in range(n)]
+        parts = [input_of(r, k * n, dtype, seed)[me * k : (me + 1) * k] for r in range(n)]
         work.append((o, torch.cat(parts), w))
-        i = disguised(given(me, k, dtype, seed), into)
-        work.append((i, given(root, k, dtype, seed), comm.broadcast(i, root, async_op=True)))
+        i = with_layout(input_of(me, k, dtype, seed), into)
+        work.append((i, input_of(root, k, dtype, seed), comm.broadcast(i, root, async_op=True)))
         for output, want, w in work:
             w.wait()
             assert torch.equal(output.detach().reshape(-1).resolve_conj(), want), (seed, dtype)
 
 
-def added(comm: Communicator, seeds: int) -> None:
+def check_summing(comm: Communicator, seeds: int) -> None:
     n, me = comm.size, comm.rank
     rng = random.Random(n)
     for seed in range(seeds):
@@ -119,36 +122,36 @@ def added(comm: Communicator, seeds: int) -> None:
         most = LARGE if seed % 20 == 0 else 7
         sizes = [rng.choice((0, 1, rng.randrange(most))) for _ in range(n)]
         whole, begin = sum(sizes), sum(sizes[:me])
-        total = sum(given(r, whole, dtype, seed) for r in range(n)) * (scale or 1)
-        x = disguised(given(me, whole, dtype, seed), into)
+        total = sum(input_of(r, whole, dtype, seed) for r in range(n)) * (scale or 1)
+        x = with_layout(input_of(me, whole, dtype, seed), into)
         comm.all_reduce(x, scale=scale)
         assert torch.equal(x.detach().reshape(-1).resolve_conj(), total)
 
-        x = disguised(given(me, whole, dtype, seed), into)
+        x = with_layout(input_of(me, whole, dtype, seed), into)
         comm.reduce(x, root, scale=scale, algorithm=algorithm)
-        want = total if me == root else given(me, whole, dtype, seed)
+        want = total if me == root else input_of(me, whole, dtype, seed)
         assert torch.equal(x.detach().reshape(-1).resolve_conj(), want), "the others keep theirs"
 
-        source = disguised(given(me, whole, dtype, seed), out_of)
-        o = disguised(given(me, sizes[me], dtype, -1), into)
+        source = with_layout(input_of(me, whole, dtype, seed), out_of)
+        o = with_layout(input_of(me, sizes[me], dtype, -1), into)
         comm.reduce_scatter_v(o, source, sizes, scale=scale)
         own = total[begin : begin + sizes[me]]
         assert torch.equal(o.detach().reshape(-1).resolve_conj(), own)
         assert torch.equal(
-            source.detach().reshape(-1).resolve_conj(), given(me, whole, dtype, seed)
+            source.detach().reshape(-1).resolve_conj(), input_of(me, whole, dtype, seed)
         )
-        source = given(me, whole, dtype, seed)
+        source = input_of(me, whole, dtype, seed)
         comm.reduce_scatter_v(source[begin : begin + sizes[me]], source, sizes, scale=scale)
         assert torch.equal(source[begin : begin + sizes[me]], own), "in place"
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
-@pytest.mark.parametrize("what", [moved, added])
-def test_every_form_of_tensor_and_size_of_part(ranks, n: int, what: Callable[..., None]):
+@pytest.mark.parametrize("what", [check_moving, check_summing])
+def test_every_layout_and_part_size(ranks, n: int, what: Callable[..., None]):
     ranks(n)(what, 60)
 
 
-def begun_in_inference_mode(comm: Communicator) -> None:
+def check_inference_mode(comm: Communicator) -> None:
     n, me = comm.size, comm.rank
     with torch.inference_mode():
         mine, some, all_of = torch.full((2 * n,), 2.0 * me), torch.ones(2), torch.ones(2, n).t()
@@ -171,13 +174,13 @@ def begun_in_inference_mode(comm: Communicator) -> None:
     assert torch.equal(passed, 2 * each)
 
 
-def test_what_began_in_inference_mode_is_waited_for_outside_of_it(ranks):
-    ranks(2)(begun_in_inference_mode)
+def test_works_begun_in_inference_mode_can_be_waited_for_outside(ranks):
+    ranks(2)(check_inference_mode)
 
 
 @on_ranks(3)
-def test_bits_and_truth_values(comm: Communicator) -> None:
-    """Three ranks, eight places: every combination of bits."""
+def test_bitwise_and_boolean_ops(comm: Communicator) -> None:
+    """Three ranks with eight elements: every combination of bits."""
     bits = torch.tensor([(place >> r) & 1 for r in range(3) for place in range(8)]).view(3, 8)
     for dtype in (torch.bool, torch.uint8, torch.int16, torch.int64):
         for op, want in {
@@ -194,8 +197,8 @@ def test_bits_and_truth_values(comm: Communicator) -> None:
             assert torch.equal(x, want.to(dtype)), (dtype, op)
 
 
-def same_bits(comm: Communicator, dtype: torch.dtype) -> list[Tensor]:
-    """A sum of floats: reduce to each root, and all_reduce."""
+def reduce_to_each_root(comm: Communicator, dtype: torch.dtype) -> list[Tensor]:
+    """A float sum by reduce to each root, and by all_reduce."""
     x = torch.randn(1000, generator=torch.Generator().manual_seed(comm.rank)).to(dtype)
     found = []
     for root in range(comm.size):
@@ -208,16 +211,16 @@ def same_bits(comm: Communicator, dtype: torch.dtype) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_reduce_has_the_bits_of_an_all_reduce_whatever_the_root(ranks, dtype: torch.dtype):
-    first, *others = [x for found in ranks(4)(same_bits, dtype) for x in found]
+def test_a_reduce_to_any_root_has_the_bits_of_all_reduce(ranks, dtype: torch.dtype):
+    first, *others = [x for found in ranks(4)(reduce_to_each_root, dtype) for x in found]
     assert len(others) == 7
     assert all(torch.equal(first, x) for x in others)
 
 
 @pytest.mark.parametrize("n", [2, 4])
 @on_ranks()
-def test_tensors_may_overlap(comm: Communicator) -> None:
-    """The input is a part of the output, but not the one where it belongs."""
+def test_input_and_output_may_overlap(comm: Communicator) -> None:
+    """The input is a part of the output, but not the rank's own."""
     n, me = comm.size, comm.rank
     for shift in range(3 * n - 2):
         out = torch.arange(3 * n) + 100 * me
@@ -237,7 +240,7 @@ def test_tensors_may_overlap(comm: Communicator) -> None:
 
 
 @on_ranks(2)
-def test_a_collective_ends_a_graph_of_torch_compile(comm: Communicator) -> None:
+def test_a_collective_breaks_a_torch_compile_graph(comm: Communicator) -> None:
     def step(x: Tensor) -> Tensor:
         y = x * 2
         comm.all_reduce(y)
@@ -253,6 +256,6 @@ def test_a_collective_ends_a_graph_of_torch_compile(comm: Communicator) -> None:
         return graph
 
     fast = torch.compile(step, backend=keep)
-    for _ in range(3):  # the first call, the same again, and what is compiled from there on
+    for _ in range(3):  # the first call, a repeated one, and compiled code
         assert torch.equal(fast(torch.ones(3)), torch.full((3,), 4.0 * comm.size + 1))
     assert len(graphs) == 3  # y, z and z + y

@@ -1,4 +1,4 @@
-"""Communicators of some ranks, and calls that are waited for together."""
+"""`split`, and `group`, which waits for several calls at once."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def total(comm: Communicator, number: float) -> float:
 
 
 @leaves_nothing
-def parts(comm: Communicator) -> None:
+def check_split(comm: Communicator) -> None:
     n, me = comm.size, comm.rank
     odd = comm.split(me % 2)
     assert odd is not None
     same = [r for r in range(n) if r % 2 == me % 2]
     assert (odd.rank, odd.size) == (same.index(me), len(same))
     assert total(odd, me) == sum(same)
-    if odd.size > 1:  # messages count in the part's ranks
+    if odd.size > 1:  # in messages, ranks are those of the part
         x = torch.tensor([me])
         odd.isend(x, (odd.rank + 1) % odd.size)
         odd.recv(x, (odd.rank - 1) % odd.size)
@@ -52,7 +52,7 @@ def parts(comm: Communicator) -> None:
     assert (some is None) == (me == 0)
     if some is not None:
         assert total(some, me) == sum(range(n))
-        with some.duplicate() as again:  # a part can be copied, and cut in turn
+        with some.duplicate() as again:  # a part can be duplicated and split in turn
             assert total(again, me) == sum(range(n))
         nested = some.split(some.rank // 2)
         assert nested is not None
@@ -68,8 +68,8 @@ def parts(comm: Communicator) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
-def test_parts_of_a_communicator(ranks, n: int):
-    ranks(n)(parts)
+def test_split_makes_communicators_of_some_ranks(ranks, n: int):
+    ranks(n)(check_split)
 
 
 @on_ranks(4)
@@ -96,10 +96,10 @@ def test_a_rank_may_be_in_several_parts_at_once(comm: Communicator) -> None:
     column.close()
 
 
-def together(comm: Communicator) -> None:
+def check_group(comm: Communicator) -> None:
     n, me = comm.size, comm.rank
     for elements in (1, 100_000):
-        for _ in range(3):  # the later times find their calls prepared
+        for _ in range(3):  # later rounds repeat the first one's calls
             a = [torch.full((elements,), float(me + i)) for i in range(3)]
             gathered, message = torch.zeros(n * elements), torch.zeros(elements)
             with comm.group() as group:
@@ -124,13 +124,13 @@ def together(comm: Communicator) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_calls_in_a_group_give_what_they_give_alone(ranks, n: int):
-    ranks(n)(together)
+def test_calls_in_a_group_give_their_usual_results(ranks, n: int):
+    ranks(n)(check_group)
 
 
 @on_ranks(2)
 def test_a_group_waits_once_at_its_end(comm: Communicator) -> None:
-    """Nothing in the block waits: rank 0's calls end only after rank 1 has seen that they began."""
+    """Nothing in the block waits: rank 0's calls complete only after rank 1 has seen them begin."""
     with comm.duplicate() as other:
         x, y = torch.ones(10), torch.ones(300_000)
         if comm.rank == 0:
@@ -166,7 +166,7 @@ def test_a_group_waits_once_at_its_end(comm: Communicator) -> None:
                 other.barrier()
 
 
-def shown(comm: Communicator) -> list[str]:
+def reprs(comm: Communicator) -> list[str]:
     with comm.duplicate() as other:
         other.label("gradients")
         alone = comm.split(comm.rank)
@@ -175,8 +175,8 @@ def shown(comm: Communicator) -> list[str]:
             return [repr(c).replace(c._name, "NAME") for c in (other, alone)]
 
 
-def test_a_communicator_says_what_it_is(ranks):
-    assert ranks(2)(shown)[1] == [
+def test_repr_shows_label_rank_size_and_transport(ranks):
+    assert ranks(2)(reprs)[1] == [
         "<gradients: rank 1 of 2 over shm>",
         "<communicator NAME: rank 0 of 1 over shm>",
     ]

@@ -1,4 +1,4 @@
-"""Communicators that are made while a rank is missing: it is named, soon, or when time is up."""
+"""Making a communicator while a rank is missing: every other rank gets an error that names it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ringdp.transport.c10d import wire
 from ringdp.transport.shm import transport as shm
 from ringdp.transport.store import handshake
 from tests import limits
-from tests.comm.failing import catch, joined
+from tests.comm.failing import catch, connect
 from tests.comm.test_deaths import ALLOWED, ENDS
 from tests.forks import CALL_TIMEOUT, Forks, Report, store
 from tests.ranks import on_ranks
@@ -45,10 +45,12 @@ def total(comm: Communicator | None) -> float:
     return x[0].item()
 
 
-def without_one(comm: Communicator, report: Report, how: str, transport: str, make: str) -> None:
+def one_rank_ends_before(
+    comm: Communicator, report: Report, how: str, transport: str, make: str
+) -> None:
     with ringdp.init(transport=transport, timeout=comm.timeout) as whole:
         whole.barrier()
-        comm.barrier()  # who were still in that one would hear of the death there
+        comm.barrier()  # otherwise a rank still in that barrier could notice the death there
         if comm.rank == 0:
             report(time.monotonic())
             ENDS[how][0]()
@@ -59,8 +61,10 @@ def without_one(comm: Communicator, report: Report, how: str, transport: str, ma
 @pytest.mark.parametrize(
     ("how", "transport"), [("killed", "shm"), ("raising", "c10d"), ("killed", "peer-host")]
 )
-def test_a_rank_that_ended_before_is_named(forks: Forks, how: str, transport: str, make: str):
-    (_, (died,)), *others = forks(3, without_one, how, transport, make)
+def test_a_rank_that_ended_before_the_handshake_is_named(
+    forks: Forks, how: str, transport: str, make: str
+):
+    (_, (died,)), *others = forks(3, one_rank_ends_before, how, transport, make)
     for code, (caught,) in others:
         assert code == 0
         assert caught.error == caught.again == "PeerLost"
@@ -68,22 +72,23 @@ def test_a_rank_that_ended_before_is_named(forks: Forks, how: str, transport: st
         assert caught.at - died < ALLOWED
 
 
-def killed(*_: object, **__: object) -> None:
+def kill(*_: object, **__: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def refused(*_: object, **__: object) -> None:
+def refuse(*_: object, **__: object) -> None:
     raise CommunicationError("no shared memory here")
 
 
-def in_the_middle(
+def fail_during_handshake(
     comm: Communicator, report: Report, transport: str, victim: int, dies: bool
 ) -> None:
-    """The others wait for what it would have said, or for its coming."""
+    """The victim dies, or fails, after the handshake has begun; the others wait for its data or for
+    itself."""
     whole = ringdp.init(transport=transport, timeout=comm.timeout)
     comm.barrier()
     if comm.rank == victim:
-        act = killed if dies else refused
+        act = kill if dies else refuse
         if transport == "c10d":
             wire.ProcessGroupGloo = act
         else:
@@ -92,16 +97,16 @@ def in_the_middle(
         whole.duplicate()
     except CommunicationError as e:
         report((type(e).__name__, str(e)))
-    comm.barrier() if not dies else None  # nobody leaves earlier, which would be a loss too
+    comm.barrier() if not dies else None  # leaving earlier would be reported as a loss too
 
 
 @pytest.mark.parametrize("dies", [True, False])
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_a_rank_that_ends_or_gives_up_in_the_middle_is_named(
+def test_a_rank_that_ends_or_fails_during_the_handshake_is_named(
     forks: Forks, transport: str, victim: int, dies: bool
 ):
-    ended = forks(3, in_the_middle, transport, victim, dies)
+    ended = forks(3, fail_during_handshake, transport, victim, dies)
     assert ended.pop(victim).code == (-signal.SIGKILL if dies else 0)
     why = "has ended" if dies else r"has given up \(.*no shared memory here\)"
     for code, ((error, text),) in ended:
@@ -109,19 +114,20 @@ def test_a_rank_that_ends_or_gives_up_in_the_middle_is_named(
         assert re.search(f"rank {victim} {why}", text), text
 
 
-def before_it_comes(comm: Communicator, report: Report, transport: str, make: str) -> None:
-    """The ranks have met in the first communicator."""
+def die_before_introduction(comm: Communicator, report: Report, transport: str, make: str) -> None:
+    """The victim dies in the handshake before it introduces itself, although all ranks share a
+    first communicator."""
     whole = ringdp.init(transport=transport, timeout=comm.timeout)
     comm.barrier()
     if comm.rank == 0:
-        handshake.introduce = killed
+        handshake.introduce = kill
     report(catch(whole, lambda: MAKE[make](whole)))
 
 
 @pytest.mark.parametrize("make", MAKE)
 @pytest.mark.parametrize("transport", ["shm", "c10d", "peer-host"])
-def test_a_rank_that_ends_before_it_comes_is_named(forks: Forks, transport: str, make: str):
-    _, *others = forks(3, before_it_comes, transport, make)
+def test_a_rank_that_ends_before_its_introduction_is_named(forks: Forks, transport: str, make: str):
+    _, *others = forks(3, die_before_introduction, transport, make)
     for code, (caught,) in others:
         assert (code, caught.error) == (0, "PeerLost")
         assert "waited to make a communicator; rank 0 has ended" in caught.text
@@ -138,7 +144,7 @@ def test_a_rank_that_is_late_is_waited_for(comm: Communicator) -> None:
         made.close()
 
 
-def too_late(comm: Communicator, report: Report) -> None:
+def rank_1_never_comes(comm: Communicator, report: Report) -> None:
     others, talk = (0, 2), store()
     if comm.rank == 1:
         talk.wait([f"caught/{r}" for r in others])
@@ -150,35 +156,37 @@ def too_late(comm: Communicator, report: Report) -> None:
     talk.set(f"caught/{comm.rank}", "")
 
 
-def test_the_users_timeout_holds(forks: Forks):
-    first, _, last = forks(3, too_late)
+def test_the_users_timeout_limits_the_handshake(forks: Forks):
+    first, _, last = forks(3, rank_1_never_comes)
     for code, (caught,) in (first, last):
         assert (code, caught.error) == (0, "CollectiveTimeout")
         assert "rank 1 has not called it" in caught.text
 
 
 @on_ranks(2)
-def test_who_comes_too_late_hears_that_others_gave_up(comm: Communicator) -> None:
-    """Of ranks that meet for the first time, where one has no time to come."""
+def test_a_late_rank_learns_that_the_others_gave_up(comm: Communicator) -> None:
+    """Ranks that connect for the first time; one does not come in time."""
     part = dist.PrefixStore(f"late/{comm.issued}", comm._connect.args[0]).clone()
     part.set_timeout(timedelta(seconds=0.3))
     if comm.rank == 0:
         with pytest.raises(ringdp.CollectiveTimeout, match="of its ranks, 1 did not come"):
-            joined(part, 0, 2)
+            connect(part, 0, 2)
     comm.barrier()
     if comm.rank == 1:
         with pytest.raises(ringdp.CollectiveTimeout, match="rank 0 gave up waiting"):
-            joined(part, 1, 2)
+            connect(part, 1, 2)
     comm.barrier()
 
 
-def over_without_one(comm: Communicator, report: Report, ends: bool) -> None:
-    talk, patience = store(), timedelta(seconds=CALL_TIMEOUT)
-    dist.init_process_group("gloo", store=talk, rank=comm.rank, world_size=2, timeout=patience)
+def communicator_over_a_group_with_a_missing_rank(
+    comm: Communicator, report: Report, ends: bool
+) -> None:
+    talk, timeout = store(), timedelta(seconds=CALL_TIMEOUT)
+    dist.init_process_group("gloo", store=talk, rank=comm.rank, world_size=2, timeout=timeout)
     if not ends:  # now that both have come
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5))
     if comm.rank == 1:
-        killed() if ends else talk.wait(["caught"])
+        kill() if ends else talk.wait(["caught"])
         return
     with pytest.raises(CommunicationError) as e:
         over(dist.group.WORLD)
@@ -187,15 +195,15 @@ def over_without_one(comm: Communicator, report: Report, ends: bool) -> None:
 
 
 @pytest.mark.parametrize(("ends", "error"), [(True, "PeerLost"), (False, "CollectiveTimeout")])
-def test_a_groups_missing_rank_is_named(forks: Forks, ends: bool, error: str):
-    (code, ((found, text),)), _ = forks(2, over_without_one, ends)
+def test_the_missing_rank_of_a_group_is_named(forks: Forks, ends: bool, error: str):
+    (code, ((found, text),)), _ = forks(2, communicator_over_a_group_with_a_missing_rank, ends)
     assert (code, found) == (0, error)
     assert "of its ranks, 1 had not come" in text
 
 
 @on_ranks(1)
-def test_what_cannot_be_made_leaves_nothing_open(comm: Communicator) -> None:
-    """Whether the first file is closed where there is no second one."""
+def test_a_failed_creation_closes_its_files(comm: Communicator) -> None:
+    """The first file is closed if the second cannot be created."""
     made: list[int] = []
 
     def create(name: str, size: int, *, reserve: bool) -> int:
@@ -213,8 +221,8 @@ def no_descriptor(*_: object) -> int:
     raise OSError(errno.EMFILE, "Too many open files")
 
 
-def gives_up_at_the_end(comm: Communicator, report: Report) -> None:
-    """The last that a rank does, when the others have gone on, fails on rank 1."""
+def fail_in_the_last_step(comm: Communicator, report: Report) -> None:
+    """On rank 1 the last step of the handshake fails, after the other rank has finished."""
     if comm.rank == 1:
         with patch.object(shm, "dup", no_descriptor):
             report(catch(comm, comm.duplicate))
@@ -223,14 +231,14 @@ def gives_up_at_the_end(comm: Communicator, report: Report) -> None:
         report(catch(other, other.barrier))
 
 
-def test_a_rank_that_gives_up_at_the_end_is_named(forks: Forks):
-    (_, (there,)), (_, (here,)) = forks(2, gives_up_at_the_end)
+def test_a_rank_that_fails_in_the_last_step_is_named(forks: Forks):
+    (_, (there,)), (_, (here,)) = forks(2, fail_in_the_last_step)
     assert "Too many open files. A communicator holds" in here.text
     assert (there.error, "rank 1 has aborted" in there.text) == ("PeerLost", True)
     assert there.seconds < ALLOWED
 
 
-def comes_without_a_descriptor(comm: Communicator, report: Report) -> None:
+def duplicate_without_a_descriptor(comm: Communicator, report: Report) -> None:
     start = time.monotonic()
     try:
         with limits.no_descriptor() if comm.rank == 1 else nullcontext():
@@ -240,16 +248,16 @@ def comes_without_a_descriptor(comm: Communicator, report: Report) -> None:
     comm.barrier()
 
 
-def test_a_rank_that_cannot_look_for_others_tells_them(forks: Forks):
-    forked = forks(2, comes_without_a_descriptor)
+def test_a_rank_without_a_free_descriptor_is_named(forks: Forks):
+    forked = forks(2, duplicate_without_a_descriptor)
     (_, ((there, why, seconds),)), (_, ((here, _, _),)) = forked
     assert (there, here) == ("PeerLost", "CommunicationError")
     assert re.search(r"rank 1 has given up \(.*Too many open files", why)
     assert seconds < ALLOWED
 
 
-def fails_over_gloo(comm: Communicator, report: Report) -> None:
-    """What rank 1 makes once it has met the others does not get what it needs."""
+def fail_to_create_the_transport(comm: Communicator, report: Report) -> None:
+    """On rank 1 the transport cannot be created, after the ranks have connected."""
     whole = ringdp.init(transport="c10d", timeout=CALL_TIMEOUT)
     comm.barrier()
     start = time.monotonic()
@@ -262,15 +270,15 @@ def fails_over_gloo(comm: Communicator, report: Report) -> None:
     comm.barrier()
 
 
-def test_what_fails_once_all_have_met_is_told_to_all(forks: Forks):
-    (_, ((there, why, seconds),)), (_, ((here, _, _),)) = forks(2, fails_over_gloo)
+def test_a_failure_after_the_ranks_have_connected_is_named(forks: Forks):
+    (_, ((there, why, seconds),)), (_, ((here, _, _),)) = forks(2, fail_to_create_the_transport)
     assert (there, here) == ("PeerLost", "CommunicationError")
     assert re.search(r"rank 1 has (aborted|given up) \(.*Too many open files\)", why)
     assert seconds < ALLOWED
 
 
 @on_ranks(1)
-def test_no_file_is_an_error_of_ours(comm: Communicator) -> None:
+def test_failing_to_create_a_file_is_a_communication_error(comm: Communicator) -> None:
     with (
         patch.object(os, "memfd_create", no_descriptor),
         pytest.raises(
@@ -280,6 +288,6 @@ def test_no_file_is_an_error_of_ours(comm: Communicator) -> None:
         comm.duplicate()
 
 
-def test_more_ranks_than_a_call_can_name_are_refused():
+def test_more_than_1023_ranks_are_refused():
     with pytest.raises(ringdp.UsageError, match="1024 ranks; allowed: at most 1023"):
         Communicator(None, range(1024), name="many", timeout=1.0, warn_after=1.0)  # type: ignore[arg-type]

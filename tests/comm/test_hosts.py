@@ -1,7 +1,7 @@
-"""torchrun on two hosts: network namespaces of this machine, joined by a cable (a veth pair).
+"""torchrun on two hosts: network namespaces of this machine, connected by a veth pair.
 
-Each has a loopback and one address of its own; nothing else is shared but memory, which the host
-NCCL needs and gloo does not. Skipped where network namespaces may not be made.
+Each has a loopback and one address of its own. They share nothing but memory, which the host NCCL
+needs and gloo does not. Skipped where network namespaces cannot be created.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.transport.nccl.faults import LACKS_HOST_NCCL
 
 pytestmark = pytest.mark.process
 
-PORT, SECONDS = 29471, 600.0  # in namespaces nobody else uses the port; only a hang takes so long
+PORT, SECONDS = 29471, 600.0  # the port is free in new namespaces; only a hang takes as long
 NAMES = [f"ringdp{os.getpid()}{host}" for host in "ab"]
 CABLES = [f"rdp{os.getpid() % 10**7}{host}" for host in "ab"]  # at most 15 characters
 ADDRESSES = ["10.97.31.1", "10.97.31.2"]
@@ -101,7 +101,7 @@ def test_torchrun_on_two_hosts(hosts: list[str], tmp_path: Path):
             time.sleep(0.05)
     finally:
         late = [name for name, node in zip(hosts, nodes, strict=True) if node.poll() is None]
-        for name in late:  # who hangs says where
+        for name in late:  # SIGABRT makes hanging processes print where they are
             running = subprocess.run(
                 ["ip", "netns", "pids", name], capture_output=True, encoding="utf-8"
             )
@@ -110,8 +110,10 @@ def test_torchrun_on_two_hosts(hosts: list[str], tmp_path: Path):
                     os.kill(int(pid), signal.SIGABRT)
         for node in nodes:
             node.wait(SECONDS)
-    said = [output.read_text(encoding="utf-8") for output in outputs]
-    assert not late, "\n".join(said)
-    ended = [line.split() for text in said for line in text.splitlines() if line.endswith("ends")]
-    assert sorted(words[1] for words in ended) == ["0", "1"], "\n".join(said)
+    printed = [output.read_text(encoding="utf-8") for output in outputs]
+    assert not late, "\n".join(printed)
+    ended = [
+        line.split() for text in printed for line in text.splitlines() if line.endswith("ends")
+    ]
+    assert sorted(words[1] for words in ended) == ["0", "1"], "\n".join(printed)
     assert len({words[3] for words in ended}) == 2, "two networks"

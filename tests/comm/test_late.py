@@ -1,7 +1,7 @@
-"""A rank that is stopped, or sleeps in the user's code: a timeout on every other, which names it.
+"""A rank is stopped, or sleeps in user code: every other rank gets a timeout that names it.
 
-One job has a communicator for each collective, and its victim stalls at the same point of them all:
-the last rank, or the first, which is the root.
+One job has a communicator for each collective; the victim, the first (the root) or the last rank,
+stalls at the same point of all of them.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
-TIMEOUT = 0.3  # s
+TIMEOUT = 0.3  # seconds
 
 
-def stopped(flag: list[int]) -> None:
+def stop(flag: list[int]) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def sleeping(flag: list[int]) -> None:
+def sleep(flag: list[int]) -> None:
     while not flag:
         time.sleep(0.01)
 
 
-STALLS = {"stopped": stopped, "sleeping": sleeping}
+STALLS = {"stopped": stop, "sleeping": sleep}
 
 
 def victim_stalls(
@@ -56,7 +56,7 @@ def victim_stalls(
         return form.begin(comms[form], torch.ones(50_000 if when == "within" else 1000))
 
     def try_barrier(form: Form) -> None:
-        comms[form].all_reduce(torch.ones(1), async_op=True).wait(TIMEOUT)  # after it
+        comms[form].all_reduce(torch.ones(1), async_op=True).wait(TIMEOUT)  # the call after it
 
     if comm.rank == victim:
         works = {form: begin(form) for form in comms if when != "before"}
@@ -71,14 +71,14 @@ def victim_stalls(
 
     works = {form: begin(form) for form in comms}
     talk.set(f"came/{comm.rank}", "")
-    # Who is slow must not be late: it would hear of the others' timeout where it begins.
+    # A slow rank must not look late: it could notice the others' timeout when it begins its call.
     talk.wait([f"came/{r}" for r in range(comm.size)])
     while how == "stopped" and "stopped" not in process_state(comm._transport.record(victim).pid):
         time.sleep(0.01)
 
     def first(form: Form) -> Caught | None:
-        # A rank that only sleeps goes on in the background with what it has begun; and one that was
-        # stopped may have done its part. Then all ends, however slow the others are.
+        # A sleeping rank's progress thread continues what it has begun, and a stopped rank may have
+        # done its part. Then the call completes, however slow the others are.
         done = comms[form]._transport.record(victim).finished > 1
         ends = done or (how, when) == ("sleeping", "within")
         return catch(comms[form], lambda: works[form].wait(CALL_TIMEOUT if ends else TIMEOUT))
@@ -88,7 +88,7 @@ def victim_stalls(
 
     with ThreadPoolExecutor(len(comms)) as pool:
         early = dict(zip(comms, pool.map(first, comms), strict=True))
-        # Who were still in the first would hear there that another has given the second up.
+        # A rank still in its first call could notice there that another has given up the second.
         talk.set(f"through/{comm.rank}", "")
         talk.wait([f"through/{r}" for r in range(comm.size) if r != victim])
         late = [form for form in comms if early[form] is None]
@@ -99,15 +99,15 @@ def victim_stalls(
     if comm.rank == (victim + 1) % comm.size:
         talk.wait([f"done/{r}" for r in range(comm.size) if r != victim])
         os.kill(comm._transport.record(victim).pid, signal.SIGCONT)
-    comm.barrier()  # a rank that leaves now would be lost to the victim
+    comm.barrier()  # a rank that leaves earlier would be lost to the victim
 
 
 @pytest.mark.parametrize(("how", "when", "n", "victim", "turn"), matrix(STALLS))
-def test_a_rank_that_stalls_is_named_by_every_other(forks: Forks, how, when, n, victim, turn):
-    for rank, (code, said) in enumerate(forks(n, victim_stalls, how, when, victim, turn)):
+def test_a_stalled_rank_is_named_by_all_others_over_shm(forks: Forks, how, when, n, victim, turn):
+    for rank, (code, reported) in enumerate(forks(n, victim_stalls, how, when, victim, turn)):
         assert code == 0
-        assert [form for form, _ in said] == forms(turn)
-        for form, h in said:
+        assert [form for form, _ in reported] == forms(turn)
+        for form, h in reported:
             where = f"{form} on rank {rank}: {h}"
             assert h is not None, where
             assert h.error == h.again == "CollectiveTimeout", where
@@ -123,7 +123,7 @@ def test_a_rank_that_stalls_is_named_by_every_other(forks: Forks, how, when, n, 
                 assert re.search(r"barrier #0 at .*/test_late.py:", row), where
 
 
-def receives(comm: Communicator, report: Report) -> None:
+def wait_for_a_message(comm: Communicator, report: Report) -> None:
     x, talk = torch.ones(10), store()
     if comm.rank == 0:
         comm.recv(x, 1, tag=7)
@@ -139,8 +139,8 @@ def receives(comm: Communicator, report: Report) -> None:
     report(table(comm._transport))
 
 
-def test_a_rank_that_waits_for_a_message_is_seen_by_all(forks: Forks):
-    *_, (code, (during, after)) = forks(3, receives)
+def test_the_table_shows_a_rank_that_waits_for_a_message(forks: Forks):
+    *_, (code, (during, after)) = forks(3, wait_for_a_message)
     assert code == 0
     row = during.splitlines()[1].split(None, 1)[1]
     assert re.match(r"recv #0 \(float32, from rank 1\) of 10 +7 +rank 1 +", row), during
@@ -148,33 +148,34 @@ def test_a_rank_that_waits_for_a_message_is_seen_by_all(forks: Forks):
     assert "recv" not in after
 
 
-def stall(comm: Communicator, report: Report) -> None:
-    told: list[str] = []
+def stall_and_collect_warnings(comm: Communicator, report: Report) -> None:
+    warnings: list[str] = []
     talk = store()
 
-    def tell(text: str) -> None:
-        told.append(text)
-        if comm.rank == 0:  # and once more, if it is told more than once
+    def collect(text: str) -> None:
+        warnings.append(text)
+        if comm.rank == 0:  # set once more if there is a second warning
             threading.Timer(0.3, talk.set, ("told", "")).start()
 
     handler = logging.Handler()
-    handler.emit = lambda record: tell(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: collect(record.getMessage())  # type: ignore[method-assign]
     with ringdp.init(timeout=CALL_TIMEOUT, warn_after=0.1) as other:
         other.barrier()  # collective 0
         logging.getLogger("ringdp").addHandler(handler)
         if comm.rank == 1:
             talk.wait(["told"])
         work = other.all_reduce(torch.ones(10), async_op=True)
-        while comm.rank == 1 and not work.is_completed():  # who is late has no wait to tell of
+        # the late rank does not wait, so it must not warn
+        while comm.rank == 1 and not work.is_completed():
             time.sleep(0.001)
         work.wait()
         comm.barrier()
-    report(told)
+    report(warnings)
 
 
-def test_a_stall_is_told_once_and_names_who_is_missing(forks: Forks):
-    (_, (told,)), (_, (by_the_late_one,)) = forks(2, stall)
-    (text,) = told
+def test_a_stall_is_warned_of_once_with_the_missing_rank(forks: Forks):
+    (_, (warnings,)), (_, (by_the_late_one,)) = forks(2, stall_and_collect_warnings)
+    (text,) = warnings
     assert re.match(r"rank 0 has waited \d+\.\d s for all_reduce #1 \(float32, sum\) of 10 ", text)
     assert "/test_late.py:" in text.splitlines()[0]
     assert "; rank 1 has not called it\nrank  is in " in text
@@ -182,20 +183,20 @@ def test_a_stall_is_told_once_and_names_who_is_missing(forks: Forks):
 
 
 @on_ranks(3)
-def test_who_waits_takes_uneven_parts_for_no_mistake(comm: Communicator) -> None:
+def test_uneven_parts_are_no_mismatch_while_waiting(comm: Communicator) -> None:
     """Ranks that send each other different amounts, while one is late."""
     me, n = comm.rank, comm.size
     sent = [10 * (me + r) for r in range(n)]
-    given = torch.cat([torch.full((k,), float(me)) for k in sent])
+    sent_data = torch.cat([torch.full((k,), float(me)) for k in sent])
     if me == 0:
         time.sleep(0.4)
-    out = torch.empty_like(given)
-    comm.all_to_all_v(out, given, sent, sent)
+    out = torch.empty_like(sent_data)
+    comm.all_to_all_v(out, sent_data, sent, sent)
     assert torch.equal(out, torch.cat([torch.full((k,), float(r)) for r, k in enumerate(sent)]))
 
 
-def done_while_stopped(comm: Communicator, report: Report) -> None:
-    """Rank 0 is stopped while it waits for rank 1, which does its part and gives up another."""
+def complete_while_rank_0_is_stopped(comm: Communicator, report: Report) -> None:
+    """Rank 0 is stopped in a broadcast; rank 1 completes it, then gives up another call."""
     x = torch.full((4,), float(comm.rank))
     comm.barrier()
     if comm.rank == 0:
@@ -217,14 +218,14 @@ def done_while_stopped(comm: Communicator, report: Report) -> None:
     os.kill(pid, signal.SIGCONT)
 
 
-def test_a_call_that_is_done_does_not_hear_of_a_later_one(forks: Forks):
-    zero, one = forks(2, done_while_stopped)
+def test_a_completed_call_does_not_raise_a_later_failure(forks: Forks):
+    zero, one = forks(2, complete_while_rank_0_is_stopped)
     assert zero.reported == [[1.0] * 4]
     assert len(one.reported) == 1
 
 
-def crossed(comm: Communicator, report: Report) -> None:
-    """Each waits for the other, in another communicator of theirs, and gives up in its turn."""
+def wait_in_different_communicators(comm: Communicator, report: Report) -> None:
+    """Each rank waits in another communicator, and they give up in turn."""
     for turn in range(2):
         talk, both = store(), [comm.duplicate() for _ in range(2)]
         mine, others = both[comm.rank], both[1 - comm.rank]
@@ -243,8 +244,8 @@ def crossed(comm: Communicator, report: Report) -> None:
             c.close()
 
 
-def test_who_waits_in_another_communicator_is_not_told_as_in_the_users_code(forks: Forks):
-    for rank, (code, (h,)) in enumerate(forks(2, crossed)):
+def test_the_table_shows_a_wait_in_another_communicator(forks: Forks):
+    for rank, (code, (h,)) in enumerate(forks(2, wait_in_different_communicators)):
         assert code == 0
         assert h.error == "CollectiveTimeout"
         found = row_of(1 - rank, h.text)

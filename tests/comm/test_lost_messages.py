@@ -1,4 +1,5 @@
-"""Messages that do not arrive: another length, nobody there, no memory; each rank hears why."""
+"""Messages that cannot be delivered: another length, a lost peer, no memory. Both ranks get an
+error."""
 
 from __future__ import annotations
 
@@ -24,12 +25,13 @@ from tests.limits import address_space_limit
 
 pytestmark = pytest.mark.process
 
-SLAB, MANY = 16 << 10, 4000  # float32: the longest message that need not be awaited
+# float32; the longest message whose send does not wait for the receiver
+SLAB, MANY = 16 << 10, 4000
 
 
 @fallible
-def other_length(comm: Communicator, sent: Tensor, expected: Tensor) -> Caught | None:
-    """Both hear of it: the receiver at once, the sender by its next call at the latest."""
+def send_and_recv_mismatched(comm: Communicator, sent: Tensor, expected: Tensor) -> Caught | None:
+    """The receiver gets the error at once, the sender at its next call at the latest."""
     if comm.rank == 0:
         return catch(comm, lambda: comm.send(sent, 1, tag=5), comm.barrier)
     return catch(comm, lambda: comm.recv(expected, 0, tag=5))
@@ -46,7 +48,7 @@ def other_length(comm: Communicator, sent: Tensor, expected: Tensor) -> Caught |
     ],
 )  # fmt: skip
 def test_another_length_or_dtype_is_an_error_on_both(ranks, sent, expected, shows):
-    for caught in ranks(2)(other_length, sent, expected):
+    for caught in ranks(2)(send_and_recv_mismatched, sent, expected):
         assert caught.error == caught.again == "CollectiveMismatch"
         assert shows in caught.text
         assert "rank 1 expected" in caught.text
@@ -54,7 +56,7 @@ def test_another_length_or_dtype_is_an_error_on_both(ranks, sent, expected, show
 
 
 @fallible
-def late(comm: Communicator, what: str) -> Caught | None:
+def wait_for_nothing(comm: Communicator, what: str) -> Caught | None:
     x = torch.zeros(LARGE)
     if comm.rank == 1:
         until_failed(comm)
@@ -64,8 +66,8 @@ def late(comm: Communicator, what: str) -> Caught | None:
 
 
 @pytest.mark.parametrize("what", ["recv", "send"])
-def test_a_message_that_does_not_come_is_a_timeout_that_says_so(ranks, what):
-    here, there = ranks(2)(late, what)
+def test_a_message_that_does_not_come_is_a_timeout(ranks, what):
+    here, there = ranks(2)(wait_for_nothing, what)
     assert here.error == here.again == there.error == "CollectiveTimeout"
     assert f"rank 0 waited for {what} #0 (float32, " in here.text
     assert "rank 1) of 100000 elements, tag 3, at " in here.text
@@ -74,8 +76,8 @@ def test_a_message_that_does_not_come_is_a_timeout_that_says_so(ranks, what):
     assert here.seconds < ALLOWED
 
 
-def killed(comm: Communicator) -> list[Caught | None]:
-    """Rank 1 dies in the middle of a message; each kind of partner has a communicator to lose."""
+def peer_is_killed(comm: Communicator) -> list[Caught | None]:
+    """Rank 1 dies in the middle of a message; each kind of call uses a communicator of its own."""
     x = torch.zeros(50 * LARGE)
     with comm.duplicate() as a, comm.duplicate() as b, comm.duplicate() as c:
         comm.barrier()
@@ -92,8 +94,8 @@ def killed(comm: Communicator) -> list[Caught | None]:
         return within + others
 
 
-def test_a_killed_partner_is_named(fresh_ranks):
-    found = fresh_ranks(3).outcomes(killed)
+def test_a_killed_peer_is_named(fresh_ranks):
+    found = fresh_ranks(3).outcomes(peer_is_killed)
     assert found[1] is None
     for rank in (0, 2):
         for caught in found[rank]:
@@ -103,8 +105,8 @@ def test_a_killed_partner_is_named(fresh_ranks):
 
 
 @fallible
-def closes(comm: Communicator) -> Caught | None:
-    """A rank that has left is no reason not to hear from another."""
+def recv_after_rank_1_closed(comm: Communicator) -> Caught | None:
+    """A rank that has closed does not prevent messages from another."""
     x = torch.zeros(10)
     if comm.rank == 1:
         return None
@@ -117,8 +119,8 @@ def closes(comm: Communicator) -> Caught | None:
 
 
 @fallible
-def asks(comm: Communicator) -> list[str]:
-    """Of messages that cannot come or go any more, without ever waiting for one."""
+def poll_lost_messages(comm: Communicator) -> list[str]:
+    """Polls messages that cannot be delivered any more, without waiting."""
     if comm.rank == 1:
         return []
     x = torch.zeros(LARGE)
@@ -129,18 +131,18 @@ def asks(comm: Communicator) -> list[str]:
     return [type(work.exception()).__name__ for work in works]
 
 
-def test_who_only_asks_for_a_message_hears_of_the_loss_too(ranks):
-    assert ranks(2)(asks)[0] == ["PeerLost"] * 2
+def test_polling_a_message_detects_a_lost_peer(ranks):
+    assert ranks(2)(poll_lost_messages)[0] == ["PeerLost"] * 2
 
 
-def test_a_partner_that_closed_is_lost_to_who_waits_for_it(ranks):
-    here, left, there = ranks(3)(closes)
+def test_a_peer_that_closed_is_lost_to_a_waiting_rank(ranks):
+    here, left, there = ranks(3)(recv_after_rank_1_closed)
     assert left is None
     assert here.error == there.error == "PeerLost"
     assert "rank 1 has ended" in here.text
 
 
-def short_of_memory(comm: Communicator) -> list[str]:
+def call_without_memory(comm: Communicator) -> list[str]:
     x, peer, texts = torch.zeros(10), 1 - comm.rank, []
     with comm.duplicate() as other, address_space_limit(1 << 20):
         calls: list[Callable[[], object]] = [
@@ -155,19 +157,20 @@ def short_of_memory(comm: Communicator) -> list[str]:
     return texts
 
 
-def test_a_lack_of_memory_is_an_error_of_ours(fresh_ranks):
-    """That of rank 1's `init` may be one of a thread's stack: then it has not met rank 0."""
-    for *messages, init in fresh_ranks(2)(short_of_memory):
+def test_a_lack_of_memory_is_a_communication_error(fresh_ranks):
+    """The `init` of rank 1 may fail for lack of a thread's stack, before it has connected to rank
+    0."""
+    for *messages, init in fresh_ranks(2)(call_without_memory):
         assert all("Cannot allocate memory" in text for text in messages)
         assert re.search("Cannot allocate memory|can't start new thread", init), init
 
 
-def unasked(comm: Communicator, report: Report) -> None:
-    """What nobody asks for waits in rank 1's memory, until there is none."""
+def fill_memory_with_messages(comm: Communicator, report: Report) -> None:
+    """Messages without a receive fill rank 1's memory until there is none left."""
     talk = store()
     with comm.duplicate() as other:
         if comm.rank == 1:
-            work = other.irecv(torch.zeros(1), 0, tag=1)  # from now on a thread takes what comes
+            work = other.irecv(torch.zeros(1), 0, tag=1)  # from now on a thread receives messages
             with address_space_limit(8 << 20):
                 talk.set("short", "")
                 until_failed(other)
@@ -178,8 +181,8 @@ def unasked(comm: Communicator, report: Report) -> None:
             report(catch(other, *[lambda: other.isend(x, 1)] * MANY, other.barrier))
 
 
-def test_a_rank_without_memory_for_messages_says_so(forks: Forks):
-    (_, (there,)), (_, (here,)) = forks(2, unasked)
+def test_a_rank_without_memory_for_messages_aborts_with_the_reason(forks: Forks):
+    (_, (there,)), (_, (here,)) = forks(2, fill_memory_with_messages)
     assert there.error == here.error == "PeerLost"
     assert "rank 1 has aborted" in there.text
     assert "rank 1 has aborted (std::bad_alloc)" in here.text

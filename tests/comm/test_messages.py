@@ -1,4 +1,4 @@
-"""send, recv, isend, irecv: what arrives, in which order; what is refused; who is lost."""
+"""send, recv, isend, irecv: delivery, order, tags, tensor layouts and refused arguments."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
-LARGE = 100_000  # float32: several slabs
+LARGE = 100_000  # float32; several slabs
 
 
-def letter(src: int, dst: int, index: int, elements: int) -> Tensor:
+def message_of(src: int, dst: int, index: int, elements: int) -> Tensor:
     return torch.arange(elements, dtype=torch.float32) + 1000 * src + 100 * dst + index
 
 
-def exchange(comm: Communicator) -> None:
-    """What torch's users write: everyone sends everyone, then receives."""
+def check_exchange(comm: Communicator) -> None:
+    """The usual order in torch scripts: all ranks send to all, then receive."""
     for elements in (0, 1, LARGE):
         others = [r for r in range(comm.size) if r != comm.rank]
-        sends = [comm.isend(letter(comm.rank, r, 0, elements), r) for r in others]
+        sends = [comm.isend(message_of(comm.rank, r, 0, elements), r) for r in others]
         found = [torch.zeros(elements) for _ in others]
         receives = [comm.irecv(x, r) for x, r in zip(found, others, strict=True)]
         for work in (*sends, *receives):
             work.wait()
         for r, x, work in zip(others, found, receives, strict=True):
-            assert torch.equal(x, letter(r, comm.rank, 0, elements))
+            assert torch.equal(x, message_of(r, comm.rank, 0, elements))
             assert work.source == r
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     x, y = torch.full((LARGE,), float(comm.rank)), torch.zeros(LARGE)
-    if comm.rank == 0:  # blocking, round the ring
+    if comm.rank == 0:  # blocking calls around the ring
         comm.send(x, after)
         assert comm.recv(y, before) == before
     else:
@@ -47,8 +47,8 @@ def exchange(comm: Communicator) -> None:
     assert torch.all(y == before)
 
 
-def any_order(comm: Communicator, seed: int) -> None:
-    """Messages of all sizes under a few tags, received in another order than they are sent."""
+def check_any_order(comm: Communicator, seed: int) -> None:
+    """Messages of all sizes under a few tags, received in another order than sent."""
     rng = random.Random(seed)  # the same on all ranks
     me, works = comm.rank, []
     pairs = [(s, d) for s in range(comm.size) for d in range(comm.size) if s != d]
@@ -59,23 +59,23 @@ def any_order(comm: Communicator, seed: int) -> None:
     ]
     for s, d, i, elements, tag in sent:
         if s == me:
-            works.append((comm.isend(letter(s, d, i, elements), d, tag=tag), None, None))
+            works.append((comm.isend(message_of(s, d, i, elements), d, tag=tag), None, None))
     mine = [m for m in sent if m[1] == me]
     order = [(m[0], m[4]) for m in mine]
-    random.Random(seed + me).shuffle(order)  # of one sender and tag, the first sent comes first
+    random.Random(seed + me).shuffle(order)  # messages of one sender and tag keep their order
     for sender, tag in order:
         at = next(k for k, m in enumerate(mine) if (m[0], m[4]) == (sender, tag))
         s, d, i, elements, _ = mine.pop(at)
         x = torch.full((elements,), -1.0)
-        works.append((comm.irecv(x, s, tag=tag), x, letter(s, d, i, elements)))
+        works.append((comm.irecv(x, s, tag=tag), x, message_of(s, d, i, elements)))
     random.Random(seed - me).shuffle(works)
-    for work, found, wanted in works:
+    for work, found, expected in works:
         work.wait()
-        assert wanted is None or torch.equal(found, wanted)
+        assert expected is None or torch.equal(found, expected)
 
 
-def asked_for(comm: Communicator) -> tuple[int, list[int]]:
-    """How often messages under way are asked for, and how many are kept then and at the end."""
+def count_polls(comm: Communicator) -> tuple[int, list[int]]:
+    """How often messages in progress are polled, and how many are kept then and at the end."""
     transport, x = comm._transport, torch.zeros(40)
     mail = transport._mail
     if comm.rank == 1:
@@ -92,45 +92,46 @@ def asked_for(comm: Communicator) -> tuple[int, list[int]]:
     return spy.ended.call_count, [*kept, len(transport.messages)]
 
 
-def test_what_messages_use_is_asked_for_once_a_call(ranks):
-    assert ranks(2)(asked_for)[0] == (40, [40, 0])
+def test_messages_in_progress_are_polled_once_per_call(ranks):
+    assert ranks(2)(count_polls)[0] == (40, [40, 0])
 
 
-def short_ones_need_no_receiver(comm: Communicator) -> None:
-    """Blocking sends before anybody has asked, received in the opposite order of tags."""
+def check_short_messages_need_no_receiver(comm: Communicator) -> None:
+    """Blocking sends before any receive, received in the opposite order of tags."""
     if comm.rank == 0:
         for tag in range(4):
-            comm.send(letter(0, 1, tag, 1000), 1, tag=tag)
+            comm.send(message_of(0, 1, tag, 1000), 1, tag=tag)
         comm.barrier()
     if comm.rank == 1:
         comm.barrier()
         for tag in (3, 1, 2, 0):
             x = torch.zeros(1000)
             comm.recv(x, 0, tag=tag)
-            assert torch.equal(x, letter(0, 1, tag, 1000))
+            assert torch.equal(x, message_of(0, 1, tag, 1000))
     if comm.rank > 1:
         comm.barrier()
 
 
-def anybody(comm: Communicator) -> list[int]:
-    """Rank 0 takes what comes from whom it comes; large and small."""
+def check_any_source(comm: Communicator) -> list[int]:
+    """Rank 0 receives from any source, small and large messages."""
     found = []
     if comm.rank == 0:
         for elements, tag in ((10, 1), (LARGE, 2)):
             for _ in range(comm.size - 1):
                 x = torch.zeros(elements)
                 source = comm.recv(x, tag=tag)
-                assert torch.equal(x, letter(source, 0, 0, elements))
+                assert torch.equal(x, message_of(source, 0, 0, elements))
                 found.append(source)
     else:
-        comm.isend(letter(comm.rank, 0, 0, LARGE), 0, tag=2)
-        comm.send(letter(comm.rank, 0, 0, 10), 0, tag=1)
+        comm.isend(message_of(comm.rank, 0, 0, LARGE), 0, tag=2)
+        comm.send(message_of(comm.rank, 0, 0, 10), 0, tag=1)
     comm.barrier()
     return found
 
 
-def beside_collectives(comm: Communicator) -> None:
-    """A long message goes on while its sender is in a collective, and nobody waits for it."""
+def check_messages_during_collectives(comm: Communicator) -> None:
+    """A long message makes progress while its sender is in a collective and no rank waits for
+    it."""
     x, y = torch.arange(float(LARGE)), torch.zeros(LARGE)
     if comm.rank == 0:
         work = comm.isend(x, 1)
@@ -144,7 +145,7 @@ def beside_collectives(comm: Communicator) -> None:
         comm.barrier()
 
 
-def forms(comm: Communicator) -> None:
+def check_layouts(comm: Communicator) -> None:
     other = 1 - comm.rank
     complex_ = torch.randn(6, 5, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
     views: list[Callable[[Tensor], Tensor]] = [
@@ -168,12 +169,12 @@ def forms(comm: Communicator) -> None:
 @pytest.mark.parametrize(
     ("what", "n"),
     [
-        (exchange, 2),
-        (exchange, 4),
-        (short_ones_need_no_receiver, 2),
-        (anybody, 4),
-        (beside_collectives, 3),
-        (forms, 2),
+        (check_exchange, 2),
+        (check_exchange, 4),
+        (check_short_messages_need_no_receiver, 2),
+        (check_any_source, 4),
+        (check_messages_during_collectives, 3),
+        (check_layouts, 2),
     ],
 )
 def test_messages_arrive(ranks, what: Callable[[Communicator], object], n: int):
@@ -182,10 +183,10 @@ def test_messages_arrive(ranks, what: Callable[[Communicator], object], n: int):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_messages_arrive_in_any_order(ranks, seed: int):
-    ranks(3)(any_order, seed)
+    ranks(3)(check_any_order, seed)
 
 
-def mapped(comm: Communicator) -> list[int]:
+def mapped_message_files(comm: Communicator) -> list[int]:
     with comm.duplicate() as other:
         maps = [Path("/proc/self/maps").read_text(encoding="utf-8").count("memfd:ringdp-mail")]
         if comm.rank < 2:
@@ -196,13 +197,13 @@ def mapped(comm: Communicator) -> list[int]:
     return [m - maps[0] for m in maps]
 
 
-def test_who_sends_nothing_maps_nothing(ranks):
-    assert ranks(3)(mapped) == [[0, 1], [0, 1], [0, 0]]
+def test_message_memory_is_mapped_by_senders_and_receivers_only(ranks):
+    assert ranks(3)(mapped_message_files) == [[0, 1], [0, 1], [0, 0]]
 
 
 @on_ranks(2)
-def test_a_rank_may_leave_after_a_short_message(comm: Communicator) -> None:
-    """A short message outlives its sender."""
+def test_a_rank_may_close_after_a_short_message(comm: Communicator) -> None:
+    """A short message can be received after its sender has closed."""
     for _ in range(20):
         with comm.duplicate() as other:
             if comm.rank == 0:
@@ -214,9 +215,9 @@ def test_a_rank_may_leave_after_a_short_message(comm: Communicator) -> None:
 
 
 @on_ranks(2)
-def test_refusals_say_what_is_allowed(comm: Communicator) -> None:
+def test_wrong_arguments_of_messages_are_refused(comm: Communicator) -> None:
     x = torch.zeros(3)
-    for call, said in (
+    for call, message in (
         (lambda: comm.send(x, comm.rank), "dst is"),
         (lambda: comm.send(x, 2), "dst is 2"),
         (lambda: comm.recv(x, -1), "src is -1"),
@@ -226,5 +227,5 @@ def test_refusals_say_what_is_allowed(comm: Communicator) -> None:
         (lambda: comm.recv(torch.zeros(1).expand(3), 1 - comm.rank), "expand"),
         (lambda: comm.recv(x.to("meta"), 1 - comm.rank), "CPU"),
     ):
-        with pytest.raises(ringdp.UsageError, match=said):
+        with pytest.raises(ringdp.UsageError, match=message):
             call()

@@ -1,4 +1,4 @@
-"""A rank that calls something else than the others: every rank is shown both calls and lines."""
+"""A rank makes another call than the others: every rank gets an error with both calls and lines."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ HAVE = {"op": REDUCE, "average": REDUCE, "root": ROOTED}
 
 
 def cases(turn: int | None) -> list[tuple[str, Form]]:
-    """All; or in three turns every mistake in every collective of equal parts, once."""
+    """All; or in three turns every mistake once in every collective of equal parts."""
     return [
         (what, form)
         for i, what in enumerate(list(MISTAKES)[1:])
@@ -50,22 +50,22 @@ def cases(turn: int | None) -> list[tuple[str, Form]]:
     ]
 
 
-def mistaken(comm: Communicator, report: Report, turn: int | None) -> None:
-    """Case by case, where the middle rank makes the mistake."""
+def make_mistakes(comm: Communicator, report: Report, turn: int | None) -> None:
+    """The middle rank makes the mistake in each case."""
     before = held()
     for case in cases(turn):
-        report(mistaken_once(comm, *case))
+        report(make_mistake(comm, *case))
     assert not held() - before
 
 
-def mistaken_once(comm: Communicator, what: str, form: Form) -> Caught | None:
+def make_mistake(comm: Communicator, what: str, form: Form) -> Caught | None:
     mine = comm.rank == comm.size // 2
     with comm.duplicate() as c:
         c.barrier()  # collective 0
-        comm.barrier()  # all are through it: who is not would hear of the mistake there
+        comm.barrier()  # otherwise a rank still in that barrier could notice the mistake there
         call = MISTAKES[what if mine else "nothing"]
         caught = catch(c, lambda: call(form.call, c), c.barrier)
-        comm.barrier()  # no rank closes before all have heard
+        comm.barrier()  # no rank closes before all have caught the error
     return caught
 
 
@@ -76,10 +76,10 @@ def mistaken_once(comm: Communicator, what: str, form: Form) -> Caught | None:
         *(pytest.param(n, None, marks=pytest.mark.exhaustive) for n in RANKS),
     ],
 )
-def test_a_mistake_is_shown_to_all_with_both_lines(forks: Forks, n, turn):
-    for rank, (code, said) in enumerate(forks(n, mistaken, turn)):
+def test_a_mismatch_is_reported_on_all_ranks_with_both_lines(forks: Forks, n, turn):
+    for rank, (code, reported) in enumerate(forks(n, make_mistakes, turn)):
         assert code == 0
-        for case, h in zip(cases(turn), said, strict=True):
+        for case, h in zip(cases(turn), reported, strict=True):
             where = f"{case} on rank {rank} of {n}: {h}"
             assert h is not None, where
             assert h.error == h.again == "CollectiveMismatch", where
@@ -93,7 +93,7 @@ def test_a_mistake_is_shown_to_all_with_both_lines(forks: Forks, n, turn):
 
 
 def other_algorithms(comm: Communicator, report: Report) -> None:
-    """An exchange and two programs: some of the ranks get no message of another's."""
+    """A direct exchange and two programs: some ranks get no message of a rank that disagrees."""
     x, ways = torch.ones(100), ("direct", "ring", star)
     for way in ways:
         comm.all_reduce(x, algorithm=way)
@@ -106,9 +106,9 @@ def test_different_algorithms_are_a_mismatch_and_not_a_timeout(forks: Forks, n):
     for code, (h,) in forks(n, other_algorithms):
         assert code == 0
         assert h.error == h.again == "CollectiveMismatch", h
-        told = re.findall(r"^  rank (\d): all_reduce #3 \(float32, (.*)\) of 100", h.text, re.M)
-        assert len(told) == 2, h
-        assert all(way == by[int(rank) % 3] for rank, way in told), h
+        calls = re.findall(r"^  rank (\d): all_reduce #3 \(float32, (.*)\) of 100", h.text, re.M)
+        assert len(calls) == 2, h
+        assert all(way == by[int(rank) % 3] for rank, way in calls), h
 
 
 def other_sizes(comm: Communicator, report: Report, ranks: list[list[int]]) -> None:
@@ -127,10 +127,11 @@ def other_sizes(comm: Communicator, report: Report, ranks: list[list[int]]) -> N
 
 @pytest.mark.parametrize("ranks", [[[3, 1], [1, 3]], [[1, 3], [1, 2]]], ids=["cut", "longer"])
 def test_other_sizes_are_a_mismatch(forks: Forks, ranks: list[list[int]]):
-    """Of as many elements in other parts, too: a rank reads its own out of what another has."""
-    for code, said in forks(2, other_sizes, ranks):
+    """Also with equal totals: then a rank reads its part out of another's data at the wrong
+    place."""
+    for code, reported in forks(2, other_sizes, ranks):
         assert code == 0
-        for h in said:
+        for h in reported:
             assert h.error == h.again == "CollectiveMismatch", h
 
 
@@ -143,13 +144,13 @@ def test_other_sizes_are_a_mismatch(forks: Forks, ranks: list[list[int]]):
         (star, ", by an algorithm of yours"),
     ],
 )
-def test_an_algorithm_is_called_by_its_name(algorithm: str | Builder, by: str):
+def test_errors_name_the_algorithm(algorithm: str | Builder, by: str):
     kind = fingerprint("all_reduce", torch.float32, "sum", 0, algorithm)
     assert named(3, kind) == f"all_reduce #3 (float32, sum{by})"
 
 
 def other_roots(comm: Communicator, report: Report) -> None:
-    """Every rank waits for another one: no message tells them that they disagree."""
+    """Each rank waits for another; no message shows that they disagree."""
     root = (comm.rank + 1) % comm.size
     report(catch(comm, lambda: comm.broadcast(torch.ones(100), root)))
 

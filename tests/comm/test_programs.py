@@ -1,4 +1,4 @@
-"""What is remembered of an algorithm that is made anew for every call."""
+"""The cache of programs for user algorithms, which may be new functions at every call."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tests.ranks import on_ranks
 from tests.schedule.test_program import by_name
 
 
-def made() -> Callable[[int], Schedule]:
+def new_algorithm() -> Callable[[int], Schedule]:
     return lambda n: schedule("all_reduce", "ring", n)
 
 
-def use(algorithm: Callable[[int], Schedule]) -> int:
-    """Where the rows of its program are."""
+def use_algorithm(algorithm: Callable[[int], Schedule]) -> int:
+    """The address of the rows of its program."""
     program = programs.program("all_reduce", algorithm, 2, 0, 0, 4)
     for elements in (7, 8):
         uneven_bounds((elements, elements), program)
@@ -34,10 +34,10 @@ def use(algorithm: Callable[[int], Schedule]) -> int:
     return int(program.rows.ctypes.data)
 
 
-def test_a_function_is_remembered_as_long_as_it_lives():
-    first = made()
-    seen, address = weakref.ref(first), use(first)
-    assert use(first) == address
+def test_a_functions_program_is_kept_as_long_as_the_function():
+    first = new_algorithm()
+    seen, address = weakref.ref(first), use_algorithm(first)
+    assert use_algorithm(first) == address
     origin = programs.origin_of(address)
     assert origin is not None
     assert origin.algorithm.endswith("<lambda>")
@@ -46,15 +46,15 @@ def test_a_function_is_remembered_as_long_as_it_lives():
     assert seen() is None
 
 
-def test_of_others_only_the_last_are_remembered():
+def test_of_other_callables_only_the_latest_programs_are_kept():
     kept = len(programs._origins)
     for _ in range(2 * programs.MOST):
-        use(partial(schedule, "all_reduce", "ring"))
+        use_algorithm(partial(schedule, "all_reduce", "ring"))
     assert programs.MOST <= len(programs._origins) <= kept + programs.MOST + 1
 
 
-def used(comm: Communicator) -> weakref.ref[Communicator]:
-    """By an algorithm that holds it: a cycle through C++."""
+def use_cyclic_algorithm(comm: Communicator) -> weakref.ref[Communicator]:
+    """Uses an algorithm that refers to the communicator, which makes a cycle through C++."""
     comm.all_reduce(torch.ones(4), algorithm=lambda n: schedule("all_reduce", "ring", comm.size))
     return weakref.ref(comm)
 
@@ -62,20 +62,20 @@ def used(comm: Communicator) -> weakref.ref[Communicator]:
 @pytest.mark.process
 @on_ranks(2)
 @leaves_nothing
-def test_an_algorithm_that_holds_its_communicator_does_not_keep_it(comm: Communicator) -> None:
-    seen = used(comm.duplicate())
+def test_an_algorithm_that_refers_to_its_communicator_does_not_leak_it(comm: Communicator) -> None:
+    seen = use_cyclic_algorithm(comm.duplicate())
     gc.collect()
     assert seen() is None
 
 
 @by_name
-def test_where_nobody_waits_to_send_a_program_is_made_alone(monkeypatch, algorithm):
-    asked = algorithm.collective, algorithm.name, 6
-    many = [programs.program(*asked, rank, 0, 1 << 20) for rank in range(6)]
-    made: list[int] = []
-    monkeypatch.setattr(programs, "project", lambda s, r: made.append(r) or project(s, r))
-    alone = [programs.program(*asked, rank, 0, math.inf) for rank in range(6)]
-    assert made == [*range(6)]
+def test_with_unlimited_fifos_only_the_ranks_own_program_is_built(monkeypatch, algorithm):
+    arguments = algorithm.collective, algorithm.name, 6
+    many = [programs.program(*arguments, rank, 0, 1 << 20) for rank in range(6)]
+    new_algorithm: list[int] = []
+    monkeypatch.setattr(programs, "project", lambda s, r: new_algorithm.append(r) or project(s, r))
+    alone = [programs.program(*arguments, rank, 0, math.inf) for rank in range(6)]
+    assert new_algorithm == [*range(6)]
     for one, other in zip(alone, many, strict=True):
         assert (one.rows == other.rows).all()
         assert one.alike == other.alike

@@ -1,4 +1,4 @@
-"""Ten thousand random collectives, many under way at once, equal the simulator bit for bit."""
+"""Ten thousand random collectives, many in progress at once, equal the simulator bit for bit."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from tests.transport.test_conformance import (
 pytestmark = pytest.mark.process
 
 CALLS, JOBS = 1000, 10
-DEEPEST = 12  # calls under way at once
+DEEPEST = 12  # calls in progress at once
 
 
-def drawn(seed: int) -> Case:
-    """The same on all ranks."""
+def random_case(seed: int) -> Case:
+    """The random case of a seed, the same on all ranks."""
     rng = random.Random(seed)
     collective = rng.choice(list(ALGORITHMS))
     algorithm = rng.choice((*ALGORITHMS[collective], "direct"))
@@ -41,7 +41,7 @@ def drawn(seed: int) -> Case:
 
 
 def begin(comm: Communicator, case: Case) -> tuple[Work, Callable[[], bytes]]:
-    """The work, and what is there once it has been waited for."""
+    """Begins the case; returns its work, and a function that digests the result after the wait."""
     n, me, k = comm.size, comm.rank, case.elements
     how = {"algorithm": case.algorithm, "async_op": True, "tag": case.seed}
     root, mine = root_of(case, n), input_of(case, me, n)
@@ -71,27 +71,27 @@ def begin(comm: Communicator, case: Case) -> tuple[Work, Callable[[], bytes]]:
     return work, lambda: digest(result)
 
 
-def storm(comm: Communicator, first: int) -> tuple[list[bytes], dict[int, list[bytes]]]:
-    """This rank's results; and for its share of the calls, everybody's as they must be."""
-    rng = random.Random(comm.rank)  # every rank waits in an order of its own
+def run_random_calls(comm: Communicator, first: int) -> tuple[list[bytes], dict[int, list[bytes]]]:
+    """This rank's results and, for its share of the calls, what every rank's must be."""
+    rng = random.Random(comm.rank)  # every rank waits in another order
     under_way: dict[int, tuple[Work, Callable[[], bytes]]] = {}
     found = [b""] * CALLS
     for call in range(CALLS):
-        under_way[call] = begin(comm, drawn(first + call))
+        under_way[call] = begin(comm, random_case(first + call))
         depth = 0 if call % 50 == 0 or call == CALLS - 1 else rng.randrange(DEEPEST)
         while len(under_way) > depth:
-            waited = rng.choice(list(under_way))
-            work, result = under_way.pop(waited)
+            call_waited_for = rng.choice(list(under_way))
+            work, result = under_way.pop(call_waited_for)
             work.wait()
-            found[waited] = result()
+            found[call_waited_for] = result()
     share = range(comm.rank, CALLS, comm.size)
-    return found, {call: expected(drawn(first + call), comm.size) for call in share}
+    return found, {call: expected(random_case(first + call), comm.size) for call in share}
 
 
 @pytest.mark.parametrize("first", [1 + job * CALLS for job in range(JOBS)])
 def test_ten_thousand_random_collectives_equal_the_simulator(ranks, first):
-    everybody = ranks(4)(storm, first)
-    for _, share in everybody:
-        for call, wanted in share.items():
-            found = [results[call] for results, _ in everybody]
-            assert found == wanted, f"call {call}: {drawn(first + call)}"
+    by_rank = ranks(4)(run_random_calls, first)
+    for _, share in by_rank:
+        for call, expected_digests in share.items():
+            found = [results[call] for results, _ in by_rank]
+            assert found == expected_digests, f"call {call}: {random_case(first + call)}"

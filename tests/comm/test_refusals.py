@@ -1,4 +1,4 @@
-"""What a collective refuses before anything is sent, and what it says."""
+"""Arguments that a collective refuses before anything is sent, and the error messages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.process
 
 
 @on_ranks(2)
-def test_refusals_say_what_was_given_and_what_is_allowed(comm: Any) -> None:
+def test_wrong_arguments_are_refused_with_what_is_allowed(comm: Any) -> None:
     three, six, ten = torch.zeros(3), torch.zeros(6), torch.zeros(10)
     calls: list[tuple[Callable[[], Any], str, str]] = [
         (lambda: comm.all_reduce(torch.zeros(3, dtype=torch.bool), "avg"), "bool", "floats"),
@@ -95,28 +95,28 @@ def test_refusals_say_what_was_given_and_what_is_allowed(comm: Any) -> None:
             call()
         assert all(word in str(error.value) for word in words), f"{words}: {error.value}"
     x = torch.ones(4)
-    comm.all_reduce(x)  # a refused call took no number: the ranks still agree
+    comm.all_reduce(x)  # a refused call takes no number, so the ranks still agree
     assert torch.all(x == 2)
 
 
-def waited_as_a_group(comm: Any, *, timeout: float = 60.0, async_op: Any = True) -> None:
+def barrier_in_a_group(comm: Any, *, timeout: float = 60.0, async_op: Any = True) -> None:
     with comm.group(async_op=async_op) as group:
         comm.barrier()
     group.wait(timeout)
 
 
 @on_ranks(2)
-def test_what_is_of_another_kind_is_refused(comm: Any) -> None:
+def test_arguments_of_wrong_types_are_refused(comm: Any) -> None:
     me, peer = comm.rank, 1 - comm.rank
     three, six, even = torch.zeros(3), torch.zeros(6), [3, 3]
-    vast = [3, 1 << 60] if me == 0 else [1 << 60, 3]
+    huge = [3, 1 << 60] if me == 0 else [1 << 60, 3]
     calls: list[tuple[Callable[[], Any], str]] = [
         (lambda: comm.all_gather([six], three), "all_gather: output is a list; allowed: a torch"),
         (lambda: comm.all_gather(torch.eye(3).to_sparse(), three), "output is torch.sparse_coo"),
         (lambda: comm.all_gather_v([six], three, even), "all_gather_v: output is a list"),
         (lambda: comm.gather([six], three, me), "gather: output is a list"),
         (lambda: comm.gather_v([six], three, even, me), "gather_v: output is a list"),
-        (lambda: comm.gather_v(None, three, vast, peer), "2**56 in all"),
+        (lambda: comm.gather_v(None, three, huge, peer), "2**56 in all"),
         (lambda: comm.scatter(three, [six], me), "scatter: input is a list"),
         (lambda: comm.scatter_v(three, [six], even, me), "scatter_v: input is a list"),
         (lambda: comm.reduce_scatter(None, six), "reduce_scatter: output is a NoneType"),
@@ -130,7 +130,7 @@ def test_what_is_of_another_kind_is_refused(comm: Any) -> None:
         (lambda: comm.reduce(three, scale=torch.ones(2)), "scale is tensor([1., 1.])"),
         (lambda: comm.reduce_scatter(three, six, scale=1j), "scale is 1j"),
         (lambda: comm.all_reduce(three, async_op="no"), "async_op is 'no'; allowed: True or False"),
-        (lambda: waited_as_a_group(comm, async_op=1), "group: async_op is 1; allowed: True or"),
+        (lambda: barrier_in_a_group(comm, async_op=1), "group: async_op is 1; allowed: True or"),
         (lambda: comm.label(7), "label is 7; allowed: a text"),
         (lambda: comm.all_reduce(three, tag=1.0), "tag is 1.0; tags are 0.."),
         (lambda: comm.broadcast(three, torch.zeros((), device="meta")), "ranks are 0..1"),
@@ -143,7 +143,7 @@ def test_what_is_of_another_kind_is_refused(comm: Any) -> None:
         (lambda: comm.set_timeout("1"), "timeout is '1'"),
         (lambda: comm.all_reduce(three, async_op=True).wait("1"), "timeout is '1'; allowed: sec"),
         (
-            lambda: waited_as_a_group(comm, timeout=float("nan")),
+            lambda: barrier_in_a_group(comm, timeout=float("nan")),
             "timeout is nan; allowed: seconds, or",
         ),
         (lambda: comm.send(three, float(peer)), f"dst is {peer}.0; allowed: another rank"),
@@ -153,9 +153,9 @@ def test_what_is_of_another_kind_is_refused(comm: Any) -> None:
         (lambda: comm.recv(None, peer), "tensor is a NoneType"),
         (lambda: comm.irecv(three, me), f"src is {me}; allowed: another rank"),
     ]
-    for _ in range(2):  # the second time beside calls that have been made before
-        for call, says in calls:
-            with pytest.raises(ringdp.UsageError, match=re.escape(says)):
+    for _ in range(2):  # the second time the valid calls below are repeated ones
+        for call, message in calls:
+            with pytest.raises(ringdp.UsageError, match=re.escape(message)):
                 call()
         x = torch.ones(3)
         comm.all_reduce(x)
@@ -169,7 +169,7 @@ def test_what_is_of_another_kind_is_refused(comm: Any) -> None:
 
 
 @on_ranks(2)
-def test_numbers_are_taken_whatever_makes_them(comm: Any) -> None:
+def test_numbers_of_numpy_and_torch_are_accepted(comm: Any) -> None:
     wholes = (np.int64, torch.tensor, np.uint8)
     for whole in wholes:
         x = torch.full((2,), float(comm.rank))
@@ -192,7 +192,7 @@ def test_numbers_are_taken_whatever_makes_them(comm: Any) -> None:
 
 
 @on_ranks(1)
-def test_a_rank_alone_has_nobody_to_write_to(comm: Any) -> None:
+def test_a_single_rank_cannot_send_or_receive(comm: Any) -> None:
     for call in (lambda: comm.recv(torch.ones(3)), lambda: comm.send(torch.ones(3), 0)):
         with pytest.raises(ringdp.UsageError, match="allowed: another rank, of \\[\\]"):
             call()
@@ -210,8 +210,9 @@ def cut(tensor: Tensor) -> Tensor:
 
 
 @on_ranks(2)
-def test_a_call_that_looks_like_an_earlier_one_is_refused_too(comm: Any) -> None:
-    """The same again is found by length, dtype, op and tag: what is not the same is looked at."""
+def test_calls_that_resemble_a_repeated_one_are_checked(comm: Any) -> None:
+    """Repeated calls are recognised by length, dtype, op and tag; other properties must still be
+    checked."""
     three, six, known = torch.ones(3), torch.ones(6), torch.ones(3)
     for _ in range(2):
         comm.all_reduce(three)
@@ -247,8 +248,8 @@ def test_a_call_that_looks_like_an_earlier_one_is_refused_too(comm: Any) -> None
 
 
 @on_ranks(2)
-def test_a_refusal_on_one_rank_is_no_collective(comm: Communicator) -> None:
-    """A call refused on one rank only leaves the others' collective to be joined later."""
+def test_a_call_refused_on_one_rank_does_not_count(comm: Communicator) -> None:
+    """A call refused on one rank only: the others' collective can be joined later."""
     if comm.rank == 0:
         with pytest.raises(ringdp.UsageError):
             comm.all_reduce(torch.zeros(3).to("meta"), "avg")
@@ -257,8 +258,8 @@ def test_a_refusal_on_one_rank_is_no_collective(comm: Communicator) -> None:
     assert torch.all(x == 1)
 
 
-def by_way_of_the_other(n: int) -> Schedule:
-    """A broadcast on 2 ranks: chunk 1 comes first what chunk 0 is to be."""
+def broadcast_through_chunk_1(n: int) -> Schedule:
+    """A broadcast on 2 ranks that moves chunk 0 through chunk 1."""
     return Schedule(
         n,
         2,
@@ -271,17 +272,17 @@ def by_way_of_the_other(n: int) -> Schedule:
 
 
 @on_ranks(2)
-def test_a_schedule_that_mixes_chunks_of_other_lengths_is_refused(comm: Communicator) -> None:
+def test_a_schedule_that_mixes_unequal_chunks_is_refused(comm: Communicator) -> None:
     x = torch.arange(4.0) * (1 - comm.rank)
     uneven = r"chunks 0 and 1 to be equally long.*of 5 elements they are 3 and 2"
     with pytest.raises(UsageError, match=uneven):
-        comm.broadcast(torch.ones(5), algorithm=by_way_of_the_other)
-    comm.broadcast(x, algorithm=by_way_of_the_other)
+        comm.broadcast(torch.ones(5), algorithm=broadcast_through_chunk_1)
+    comm.broadcast(x, algorithm=broadcast_through_chunk_1)
     assert x.tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
 @pytest.mark.parametrize("n", [16, 24])
-def test_a_program_that_fuses_into_long_fifos_runs_unfused(n):
+def test_a_program_that_would_need_deep_fifos_is_not_fused(n):
     """Fused halving needs 4 slots at n = 16 and 6 at n = 24; the plain program needs one."""
     plan = schedule("all_reduce", "halving", n)
     rows = len(program("all_reduce", "halving", n, 0, 0, 4).rows)

@@ -1,4 +1,4 @@
-"""How ranks find each other by torchrun's variables, and what is refused where they are wrong."""
+"""How ranks find each other through torchrun's variables, and which wrong variables are refused."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ pytestmark = pytest.mark.process
 
 
 @on_ranks(3)
-def test_groups_of_one_name_need_not_be_of_the_same_ranks(comm: Communicator) -> None:
-    """torch counts its groups, and begins anew after destroy_process_group."""
+def test_torch_groups_may_reuse_a_name_for_other_ranks(comm: Communicator) -> None:
+    """torch numbers its groups, and starts again after destroy_process_group."""
     for phase, members in enumerate(([0, 1], [1, 2])):
         part = dist.PrefixStore(f"groups/{comm.issued}/{phase}", comm._connect.args[0])
         dist.init_process_group("gloo", store=part, rank=comm.rank, world_size=comm.size)
@@ -43,7 +43,7 @@ def test_groups_of_one_name_need_not_be_of_the_same_ranks(comm: Communicator) ->
         comm.barrier()
 
 
-def another_store(comm: Communicator, report: Report, port: int) -> None:
+def connect_to_two_stores(comm: Communicator, report: Report, port: int) -> None:
     for _ in range(2):
         with ringdp.init(timeout=comm.timeout) as again:
             report(total(again, 1))
@@ -51,14 +51,14 @@ def another_store(comm: Communicator, report: Report, port: int) -> None:
         os.environ["MASTER_PORT"] = str(port)
 
 
-def test_ranks_count_in_every_store_anew(forks: Forks):
+def test_communicators_are_numbered_per_store(forks: Forks):
     other = loopback_store()
-    for ended in forks(2, another_store, other.port):
+    for ended in forks(2, connect_to_two_stores, other.port):
         assert ended == (0, [2.0, 2.0])
 
 
 @pytest.mark.parametrize("serve", ["init", "launcher"])
-def test_our_stores_listen_on_the_loopback_alone(serve):
+def test_our_stores_listen_only_on_the_loopback(serve):
     before = sockets(LISTENING)
     if serve == "init":
         here = store._Place(0, 1, "127.0.0.1", unused_port())
@@ -73,7 +73,7 @@ def test_our_stores_listen_on_the_loopback_alone(serve):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """launched(RANK="1"): torchrun's variables, but for these."""
+    """launched(RANK="1"): sets torchrun's variables, with these changed."""
     variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
     def launched(**others: str) -> None:
@@ -83,8 +83,8 @@ def launched(monkeypatch):
     return launched
 
 
-def test_a_store_that_nobody_serves_is_a_communication_error(launched):
-    with socket.socket() as taken:  # which listens to nobody
+def test_an_unreachable_store_is_a_communication_error(launched):
+    with socket.socket() as taken:  # bound, but not listening
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
         launched(RANK="1", MASTER_PORT=str(port))
@@ -94,7 +94,7 @@ def test_a_store_that_nobody_serves_is_a_communication_error(launched):
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("name", "value", "message"),
     [
         ("RANK", "first", "RANK is 'first'; allowed: a whole number"),
         ("RANK", "-1", "RANK is '-1'; allowed: a whole number"),
@@ -104,14 +104,14 @@ def test_a_store_that_nobody_serves_is_a_communication_error(launched):
         ("MASTER_PORT", "65536", "MASTER_PORT is 65536; allowed: 0..65535"),
     ],
 )
-def test_variables_that_torchrun_does_not_set_so_are_refused(launched, name, value, said):
+def test_malformed_torchrun_variables_are_refused(launched, name, value, message):
     launched(**{name: value})
-    with pytest.raises(ringdp.UsageError, match=re.escape(said)):
+    with pytest.raises(ringdp.UsageError, match=re.escape(message)):
         ringdp.init()
 
 
 @pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
-def test_torchruns_variables_in_part_are_refused(launched, monkeypatch, missing):
+def test_incomplete_torchrun_variables_are_refused(launched, monkeypatch, missing):
     launched()
     monkeypatch.delenv(missing)
     with pytest.raises(ringdp.UsageError, match=missing):
@@ -119,7 +119,7 @@ def test_torchruns_variables_in_part_are_refused(launched, monkeypatch, missing)
 
 
 @pytest.mark.parametrize(
-    ("asked", "says"),
+    ("arguments", "message"),
     [
         ({"timeout": -1}, "timeout is -1; allowed: seconds, above 0"),
         ({"timeout": float("inf")}, "timeout is inf"),
@@ -136,12 +136,12 @@ def test_torchruns_variables_in_part_are_refused(launched, monkeypatch, missing)
         ({"link": (1e-3, 1e9)}, "allowed: ringdp.Link"),
     ],
 )
-def test_what_no_clock_knows_is_refused(asked, says):
-    with pytest.raises(ringdp.UsageError, match=re.escape(says)):
-        ringdp.init(**asked)
+def test_wrong_arguments_of_init_are_refused(arguments, message):
+    with pytest.raises(ringdp.UsageError, match=re.escape(message)):
+        ringdp.init(**arguments)
 
 
-def test_numbers_of_numpy_are_seconds_too():
+def test_numbers_of_numpy_are_accepted_as_seconds():
     link = ringdp.Link(np.float32(0), np.int64(10**9))
     with ringdp.init(timeout=np.int64(60), warn_after=np.float32(5), link=link) as comm:
         comm.barrier()

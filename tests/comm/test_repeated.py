@@ -1,4 +1,4 @@
-"""A second call stays in C++, and is right, numbered, told and refused like the first."""
+"""A repeated call stays in C++, and gives the results, records and errors of a first call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from tests.transport.test_conformance import star
 
 pytestmark = pytest.mark.process
 
-Call = Callable[[Communicator, Tensor, Tensor], Work]  # of a whole and a part of it
+# (communicator, whole tensor, a part of it) -> work
+Call = Callable[[Communicator, Tensor, Tensor], Work]
 
 
 class Stars:
@@ -31,8 +32,8 @@ class Stars:
 STARS = Stars()
 
 
-def own(comm: Communicator, whole: Tensor) -> Tensor:
-    """This rank's part of it."""
+def own_part(comm: Communicator, whole: Tensor) -> Tensor:
+    """This rank's part of the whole."""
     return whole.view(comm.size, -1)[comm.rank]
 
 
@@ -66,14 +67,16 @@ REPEATED: dict[str, Call] = {
     "some string": lambda c, x, _: c.all_reduce(x, algorithm="".join(("r", "ing"))),
     "the default's name": lambda c, x, _: c.all_reduce(x, algorithm="direct"),
     "algorithm, async": lambda c, x, _: c.all_reduce(x, "max", algorithm="ring", async_op=True),
-    "reduce_scatter by a program": lambda c, x, _: c.reduce_scatter(own(c, x), x, algorithm="ring"),
+    "reduce_scatter by a program": lambda c, x, _: c.reduce_scatter(
+        own_part(c, x), x, algorithm="ring"
+    ),
     "apart": lambda c, x, p: c.reduce_scatter(p, x, algorithm="ring"),
     "apart, async": lambda c, x, p: c.reduce_scatter(p, x, algorithm="ring", async_op=True),
     "all_gather apart": lambda c, x, p: c.all_gather(x, p, algorithm="ring"),
     "all_to_all by a program": lambda c, x, _: c.all_to_all(
         torch.empty_like(x), x, algorithm="pairwise"
     ),
-    "all_gather by a program": lambda c, x, _: c.all_gather(x, own(c, x), algorithm="ring"),
+    "all_gather by a program": lambda c, x, _: c.all_gather(x, own_part(c, x), algorithm="ring"),
     "average by a program": lambda c, x, _: c.all_reduce(x, "avg", algorithm="ring"),
     "average apart, async": lambda c, x, p: c.reduce_scatter(
         p, x, "avg", algorithm="ring", async_op=True
@@ -93,15 +96,15 @@ OTHERS: dict[str, Call] = {
 
 
 def issued_by_python(comm: Communicator, call: Callable[[], object]) -> int:
-    """How many of the calls."""
+    """How many of the calls are issued by Python."""
     seen: list[Job] = []
     issue = comm._issue
 
-    def noted(job: Job, how: CallSpec) -> Work:
+    def record(job: Job, how: CallSpec) -> Work:
         seen.append(job)
         return issue(job, how)
 
-    comm._issue = noted  # type: ignore[method-assign]
+    comm._issue = record  # type: ignore[method-assign]
     try:
         call()
     finally:
@@ -111,7 +114,7 @@ def issued_by_python(comm: Communicator, call: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize("n", [2, 4])
 @on_ranks()
-def test_which_calls_stay_in_c(comm: Communicator) -> None:
+def test_repeated_calls_are_not_issued_by_python(comm: Communicator) -> None:
     if comm._ready is None:
         pytest.skip("an older torch")
     x, part = torch.ones(4 * comm.size), torch.ones(4)
@@ -127,8 +130,8 @@ def test_which_calls_stay_in_c(comm: Communicator) -> None:
 @pytest.mark.parametrize("each", [0, 4, 5000, 70_000])
 @pytest.mark.parametrize("n", [2, 4])
 @on_ranks()
-def test_each_algorithm_repeats_itself(comm: Communicator, each: int) -> None:
-    """Each in its own way, time and again: they differ in rounding."""
+def test_repeated_calls_of_each_algorithm_have_the_same_bits(comm: Communicator, each: int) -> None:
+    """Repeatedly, in different forms; the algorithms differ in rounding."""
     xs = torch.randn(3, each * comm.size, generator=torch.Generator().manual_seed(comm.rank))
     first: dict[object, list[Tensor]] = {}
     for later in (False, False, True, True):
@@ -136,7 +139,7 @@ def test_each_algorithm_repeats_itself(comm: Communicator, each: int) -> None:
             for x, without_overlap in zip(xs, (True, False, True), strict=True):
                 by = "ring" if algorithm is star else algorithm
                 whole = x.clone()
-                part = torch.empty(each) if without_overlap else own(comm, whole)
+                part = torch.empty(each) if without_overlap else own_part(comm, whole)
                 comm.reduce_scatter(part, whole, algorithm=by, async_op=later).wait()
                 assert not without_overlap or torch.equal(whole, x)
                 sums, gathered, turned = x.clone(), torch.empty_like(x), torch.empty_like(x)
@@ -153,35 +156,36 @@ def test_each_algorithm_repeats_itself(comm: Communicator, each: int) -> None:
 
 @pytest.mark.parametrize("n", [2, 3])
 @on_ranks()
-def test_each_root_repeats_itself(comm: Communicator) -> None:
+def test_repeated_calls_with_each_root_are_right(comm: Communicator) -> None:
     n, me = comm.size, comm.rank
     for turn in range(3):
         for root in range(n):
-            given = torch.arange(n * 4 * n, dtype=torch.float32).view(n, 4 * n) + turn  # by rank
-            mine, others = given[me].clone(), torch.full((4 * n,), -1.0)
+            inputs = torch.arange(n * 4 * n, dtype=torch.float32).view(n, 4 * n) + turn  # by rank
+            mine, others = inputs[me].clone(), torch.full((4 * n,), -1.0)
             x, whole, part = mine.clone(), others.clone(), torch.empty(4)
             comm.broadcast(x, root)
-            assert torch.equal(x, given[root])
+            assert torch.equal(x, inputs[root])
             x = mine.clone()
             comm.reduce(x, root)
-            assert torch.equal(x, given.sum(0) if me == root else mine)
+            assert torch.equal(x, inputs.sum(0) if me == root else mine)
             x = mine.clone()
-            for piece in (mine[:4], own(comm, whole).copy_(mine[:4])):  # apart, and in its place
+            # in another tensor, and in its place in the whole
+            for piece in (mine[:4], own_part(comm, whole).copy_(mine[:4])):
                 comm.gather(whole if me == root else None, piece, root)
-                gathered = whole.view(n, 4) if me == root else given[:, :4]
-                assert torch.equal(gathered, given[:, :4])
-            for out in (part, own(comm, x)):  # the root's overlaps its input
+                gathered = whole.view(n, 4) if me == root else inputs[:, :4]
+                assert torch.equal(gathered, inputs[:, :4])
+            for out in (part, own_part(comm, x)):  # the root's part overlaps its input
                 comm.scatter(out, x, root)
-                assert torch.equal(out, own(comm, given[root]))
+                assert torch.equal(out, own_part(comm, inputs[root]))
             comm.all_to_all(others, mine)
-            assert torch.equal(others.view(n, 4), given.view(n, n, 4)[:, me])
+            assert torch.equal(others.view(n, 4), inputs.view(n, n, 4)[:, me])
             comm.all_to_all(mine, mine)
             assert torch.equal(mine, others)
 
 
 @on_ranks(2)
-def test_a_copy_comes_home_to_where_it_was_asked_for(comm: Communicator) -> None:
-    """An output that gets other memory before what it waits for has come; inputs that others change
+def test_results_are_copied_to_the_memory_given_in_the_call(comm: Communicator) -> None:
+    """The output gets other memory before the data has arrived, and the inputs are overwritten
     meanwhile."""
     n, each = comm.size, 70_000
     x, part = torch.ones(n * each), torch.empty(each)
@@ -200,7 +204,7 @@ def test_a_copy_comes_home_to_where_it_was_asked_for(comm: Communicator) -> None
 
 
 @on_ranks(2)
-def test_a_group_takes_in_what_would_be_repeated(comm: Communicator) -> None:
+def test_repeated_calls_join_a_group(comm: Communicator) -> None:
     xs = [torch.full((8,), comm.rank + 1.0) for _ in range(3)]
     comm.all_reduce(torch.ones(8))
     with comm.group():
@@ -213,7 +217,7 @@ def test_a_group_takes_in_what_would_be_repeated(comm: Communicator) -> None:
 
 
 @on_ranks(2)
-def test_a_repeated_call_is_on_record(comm: Communicator) -> None:
+def test_a_repeated_call_is_recorded_with_its_line(comm: Communicator) -> None:
     x = torch.ones(8, dtype=torch.int32)
     for _ in range(2):
         comm.all_reduce(x, "max", tag=5)
@@ -226,11 +230,11 @@ def test_a_repeated_call_is_on_record(comm: Communicator) -> None:
 
 
 @on_ranks(2)
-def test_a_negated_tensor_in_the_place_of_a_plain_one(comm: Communicator) -> None:
+def test_a_negated_view_is_not_taken_for_the_plain_tensor(comm: Communicator) -> None:
     z, pair = torch.zeros(1, dtype=torch.complex64), torch.zeros(2)
     for plain in (True, True, False, True, False):
         z.fill_(complex(0, comm.rank + 1))
-        # each in the place and memory of the one before
+        # each time in the place and memory of the one before
         comm.all_reduce(z.imag if plain else z.conj().imag, "max")
         assert z.imag.item() == (2.0 if plain else 1.0)
         pair.fill_(comm.rank + 1.0)
@@ -238,7 +242,7 @@ def test_a_negated_tensor_in_the_place_of_a_plain_one(comm: Communicator) -> Non
         assert pair.tolist() == [2.0 if plain else 1.0] * 2
 
 
-def test_it_is_the_method_to_whoever_looks():
+def test_the_c_method_has_the_signature_and_docstring():
     assert list(inspect.signature(Communicator.all_reduce).parameters)[:3] == [
         "self",
         "tensor",

@@ -1,4 +1,5 @@
-"""What is done around a program in C++ has the bits of what Python does at a first call."""
+"""A repeated call by a program, prepared in C++, has the bits of a first call, prepared in
+Python."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ringdp import Communicator, Work
-from tests.comm.test_repeated import issued_by_python, own
+from tests.comm.test_repeated import issued_by_python, own_part
 from tests.ranks import on_ranks
 from tests.transport.test_conformance import ALGORITHMS, data, digest, star
 
@@ -19,14 +20,14 @@ pytestmark = pytest.mark.process
 
 
 class Buffers(NamedTuple):
-    """Of one call, and how it is made."""
+    """A call's buffers and options."""
 
     whole: Tensor
     part: Tensor
     other: Tensor  # as long as the whole
     root: int
     how: dict[str, object]
-    op: tuple[str, ...]  # of those that reduce
+    op: tuple[str, ...]  # for collectives that reduce
 
 
 Call = Callable[[Communicator, Buffers], Work]
@@ -49,8 +50,8 @@ def here(comm: Communicator, buffers: Buffers) -> Tensor | None:
     return buffers.whole if comm.rank == buffers.root else None
 
 
-def ways(n: int) -> list[tuple[str, object, int, tuple[str, ...]]]:
-    """Collective, algorithm, root, op."""
+def calls(n: int) -> list[tuple[str, object, int, tuple[str, ...]]]:
+    """(collective, algorithm, root, op)."""
     rows = [(c, name) for c, names in ALGORITHMS.items() for name in names if name != "direct"]
     rows += [("all_reduce", star), ("reduce", "direct")]
     roots = {
@@ -67,11 +68,13 @@ def ways(n: int) -> list[tuple[str, object, int, tuple[str, ...]]]:
     ]
 
 
-def bits(comm: Communicator, each: int, dtype: torch.dtype, way: tuple, apart: bool, later: bool):
-    """Of all tensors after the call."""
-    collective, algorithm, root, op = way
+def digests_after(
+    comm: Communicator, each: int, dtype: torch.dtype, call: tuple, apart: bool, later: bool
+):
+    """Digests of all tensors after the call."""
+    collective, algorithm, root, op = call
     whole = data(comm.rank, comm.size * each, dtype, 1)
-    part = data(comm.rank, each, dtype, 2) if apart else own(comm, whole)
+    part = data(comm.rank, each, dtype, 2) if apart else own_part(comm, whole)
     how = {"algorithm": algorithm, "async_op": later}
     buffers = Buffers(whole, part, torch.zeros_like(whole), root, how, op)
     CALLS[collective](comm, buffers).wait()
@@ -81,26 +84,26 @@ def bits(comm: Communicator, each: int, dtype: torch.dtype, way: tuple, apart: b
 @pytest.mark.parametrize("each", [0, 5, 9_001])
 @pytest.mark.parametrize("n", [1, 4])
 @on_ranks()
-def test_a_second_call_has_the_bits_of_the_first(comm: Communicator, each: int) -> None:
+def test_repeated_calls_have_the_bits_of_first_calls(comm: Communicator, each: int) -> None:
     ready = comm._ready
     if ready is None:
         pytest.skip("an older torch")
-    for dtype, way, apart in product(DTYPES, ways(comm.size), (True, False)):
-        if "avg" in way[3] and not dtype.is_floating_point:
+    for dtype, call, apart in product(DTYPES, calls(comm.size), (True, False)):
+        if "avg" in call[3] and not dtype.is_floating_point:
             continue
         ready.held = True
-        first = bits(comm, each, dtype, way, apart, later=False)
+        first = digests_after(comm, each, dtype, call, apart, later=False)
         ready.held = False
 
-        def again(dtype=dtype, way=way, apart=apart, first=first) -> None:
+        def again(dtype=dtype, call=call, apart=apart, first=first) -> None:
             for later in (False, True):
-                assert bits(comm, each, dtype, way, apart, later) == first, (
+                assert digests_after(comm, each, dtype, call, apart, later) == first, (
                     dtype,
-                    way,
+                    call,
                     apart,
                     later,
                 )
 
-        overlap = each > 0 and not apart and way[0] == "scatter" and comm.rank == way[2]
+        overlap = each > 0 and not apart and call[0] == "scatter" and comm.rank == call[2]
         by_python = 2 * overlap
-        assert issued_by_python(comm, again) == by_python, (dtype, way, apart)
+        assert issued_by_python(comm, again) == by_python, (dtype, call, apart)

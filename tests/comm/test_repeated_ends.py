@@ -1,4 +1,5 @@
-"""Repeated calls that do not just end: in the background, differing, late, lost, refused."""
+"""Repeated calls that run in the background, mismatch, time out, are lost, interrupted or
+refused."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ pytestmark = pytest.mark.process
 
 @pytest.mark.parametrize("n", [2, 4])
 @on_ranks()
-def test_repeated_calls_in_the_background(comm: Communicator) -> None:
-    """Several at once; nobody but the transport holds what one of them works on."""
+def test_repeated_calls_can_run_in_the_background(comm: Communicator) -> None:
+    """Several at once; only the transport keeps their tensors alive."""
     x, lengths = torch.ones(4), (4, 1 << 10, 1 << 18)
     for _ in range(3):
         works, kept = [], []
@@ -44,9 +45,9 @@ def test_repeated_calls_in_the_background(comm: Communicator) -> None:
 
 @pytest.mark.parametrize("n", [2, 4])
 @on_ranks()
-def test_other_threads_go_on_while_a_brief_call_waits(comm: Communicator) -> None:
-    """Which does not give the GIL away at first: not where it spins, nor, with more ranks than
-    cores, where it yields."""
+def test_other_threads_run_while_a_brief_call_waits(comm: Communicator) -> None:
+    """A brief call keeps the GIL at first, while it spins and, with more ranks than cores, while it
+    yields."""
     x, over, ticks = torch.ones(8), threading.Event(), list[float]()
 
     def tick() -> None:
@@ -70,25 +71,27 @@ def test_other_threads_go_on_while_a_brief_call_waits(comm: Communicator) -> Non
 
 
 BY = {"direct": "", "ring": ", by ring"}
-BOTH_WAYS = pytest.mark.parametrize("algorithm", ["direct", "ring"])  # an exchange, and a program
+by_exchange_and_program = pytest.mark.parametrize(
+    "algorithm", ["direct", "ring"]
+)  # an exchange and a program
 
 
 @fallible
-def differing(comm: Communicator, algorithm: str) -> tuple[Caught | None, str, int]:
+def repeat_different_calls(comm: Communicator, algorithm: str) -> tuple[Caught | None, str, int]:
     x = torch.ones(8)
     calls = [
         lambda: comm.all_reduce(x, algorithm=algorithm),
         lambda: comm.all_reduce(x, "max", algorithm=algorithm),
     ]
-    for call in calls:  # both have been made before
+    for call in calls:  # both have been called before
         call()
     number = comm.issued
     return catch(comm, calls[comm.rank]), place(comm._ready.site()), number  # type: ignore[union-attr]
 
 
-@BOTH_WAYS
-def test_ranks_that_repeat_different_calls_are_told_both(ranks, algorithm: str):
-    for caught, here, number in ranks(2)(differing, algorithm):
+@by_exchange_and_program
+def test_repeated_calls_that_differ_are_a_mismatch(ranks, algorithm: str):
+    for caught, here, number in ranks(2)(repeat_different_calls, algorithm):
         assert caught.error == caught.again == "CollectiveMismatch"
         for op in ("sum", "max"):
             assert f"all_reduce #{number} (float32, {op}{BY[algorithm]}) of 8" in caught.text
@@ -96,7 +99,7 @@ def test_ranks_that_repeat_different_calls_are_told_both(ranks, algorithm: str):
 
 
 @fallible
-def alone(comm: Communicator, algorithm: str, later: bool) -> Caught | None:
+def repeat_alone(comm: Communicator, algorithm: str, later: bool) -> Caught | None:
     x = torch.ones(8)
     comm.all_reduce(x, algorithm=algorithm)
     if comm.rank == 0:
@@ -107,10 +110,10 @@ def alone(comm: Communicator, algorithm: str, later: bool) -> Caught | None:
     return catch(comm, lambda: comm.all_reduce(x, algorithm=algorithm, async_op=later).wait())
 
 
-@BOTH_WAYS
+@by_exchange_and_program
 @pytest.mark.parametrize("later", [False, True])
 def test_a_repeated_call_times_out(ranks, algorithm: str, later: bool):
-    caught, _ = ranks(2)(alone, algorithm, later)
+    caught, _ = ranks(2)(repeat_alone, algorithm, later)
     assert caught.error == caught.again == "CollectiveTimeout"
     what = f"all_reduce #2 (float32, sum{BY[algorithm]}) of 8 elements"
     assert f"rank 0 waited for {what}" in caught.text
@@ -118,12 +121,12 @@ def test_a_repeated_call_times_out(ranks, algorithm: str, later: bool):
 
 
 @fallible
-def waits(comm: Communicator, before: int) -> list[float]:
-    """For how long a call waits after what it has waited in C++."""
+def remaining_waits(comm: Communicator, before: int) -> list[float]:
+    """How long a call may still wait in Python after its wait in C++."""
     x = torch.ones(8)
     for _ in range(before):
         comm.all_reduce(x, tag=1)
-    comm.set_timeout(0.05)  # less than what Ctrl-C is looked for once
+    comm.set_timeout(0.05)  # shorter than the interval at which signals are checked
     if comm.rank == 1:
         until_failed(comm)
     transport: Any = comm._transport
@@ -136,7 +139,7 @@ def waits(comm: Communicator, before: int) -> list[float]:
 
 @pytest.mark.parametrize("before", [0, 1])
 def test_a_timeout_counts_from_the_start_of_the_call(ranks, before: int):
-    assert ranks(2)(waits, before)[0][0] == 0
+    assert ranks(2)(remaining_waits, before)[0][0] == 0
 
 
 @fallible
@@ -151,15 +154,16 @@ def kept_after_a_failure(comm: Communicator, algorithm: str) -> int:
     return len(comm._transport.kept)
 
 
-@BOTH_WAYS
-def test_retries_after_a_failure_keep_nothing(ranks, algorithm: str):
-    assert ranks(2)(kept_after_a_failure, algorithm)[0] <= 1  # what failed may still be read
+@by_exchange_and_program
+def test_retries_after_a_failure_keep_no_buffers(ranks, algorithm: str):
+    # the buffer of the first failed call may still be read
+    assert ranks(2)(kept_after_a_failure, algorithm)[0] <= 1
 
 
-@BOTH_WAYS
+@by_exchange_and_program
 @on_ranks(2)
-def test_a_call_keeps_the_memory_that_it_began_with(comm: Communicator, algorithm: str) -> None:
-    """The tensor gets other memory while the call is under way, and others get its."""
+def test_a_call_keeps_its_original_memory_alive(comm: Communicator, algorithm: str) -> None:
+    """The tensor gets other memory during the call, and other tensors may get its old memory."""
     with comm.duplicate() as other:
         x = torch.ones(200_000)
         for _ in range(2):
@@ -176,8 +180,8 @@ def test_a_call_keeps_the_memory_that_it_began_with(comm: Communicator, algorith
 
 
 @on_ranks(1)
-def test_calls_by_finalizers_while_all_are_forgotten(comm: Communicator) -> None:
-    """Calls by what goes when all are forgotten: finalizers of algorithms."""
+def test_finalizers_may_make_calls_while_the_cache_is_cleared(comm: Communicator) -> None:
+    """Finalizers of algorithms make calls while the cache is cleared."""
     if comm._ready is None:
         pytest.skip("an older torch")
     x, most, ended = torch.ones(2), 4096, []
@@ -188,20 +192,20 @@ def test_calls_by_finalizers_while_all_are_forgotten(comm: Communicator) -> None
                 comm.all_reduce(x, tag=tag)
             ended.append(tag)
 
-    def made() -> Callable[[int], Any]:
+    def algorithm_with_finalizer() -> Callable[[int], Any]:
         last = Last()
         return lambda n: last
 
     like = comm._transport.prepare(Exchange("all_reduce", (0, 2), x.dtype, "sum", 0))
     for tag in range(most + 1):
-        comm._ready.remember(0, 0, 2, "sum", 0, tag, made(), like)
+        comm._ready.remember(0, 0, 2, "sum", 0, tag, algorithm_with_finalizer(), like)
         comm._ready.remember(0, 0, 2, "sum", 0, tag, "direct", like)
     assert len(ended) > most // 4
 
 
 @on_ranks(2)
-def test_a_call_that_is_refused_late_does_not_count(comm: Communicator) -> None:
-    """By the transport, when nothing has begun: the call does not count."""
+def test_a_call_that_the_transport_refuses_does_not_count(comm: Communicator) -> None:
+    """The transport refuses the call before anything has begun; it takes no number."""
     transport: Any = comm._transport
     prepare, before = transport.prepare, comm.issued
 
@@ -217,8 +221,9 @@ def test_a_call_that_is_refused_late_does_not_count(comm: Communicator) -> None:
 
 
 @on_ranks(2)
-def test_a_call_that_ctrl_c_prevents_does_not_count(comm: Communicator) -> None:
-    """By Ctrl-C, which Python raises at the end of a call to C: the clock is asked last."""
+def test_a_call_interrupted_before_it_begins_does_not_count(comm: Communicator) -> None:
+    """Python raises Ctrl-C when a call of C returns; reading the clock is the last one before the
+    call begins."""
     clock = job.time
 
     def interrupted() -> float:

@@ -1,4 +1,5 @@
-"""Which communicator a torch.distributed group stands for: over what its ranks' tensors need."""
+"""Which transport the communicator of a torch.distributed group uses, by the devices of the
+tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from torch.distributed import ProcessGroup
 from ringdp.comm import communicator_of, resolve
 
 
-class Of(ProcessGroup):
+class StubGroup(ProcessGroup):
     """A group whose backends serve these devices."""
 
     def __init__(self, *devices: str) -> None:
@@ -26,13 +27,13 @@ class Of(ProcessGroup):
         return [torch.device(d) for d in self.devices]
 
 
-class Made(NamedTuple):
+class StubCommunicator(NamedTuple):
     group: ProcessGroup
     transport: str
     ended: bool = False
 
 
-def somewhere(device: str) -> Tensor:
+def tensor_on(device: str) -> Tensor:
     with FakeTensorMode():
         return torch.empty(2, device=device)
 
@@ -48,34 +49,37 @@ def current(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
 
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(resolve, "last", lambda: None)
-    monkeypatch.setattr(resolve, "over", lambda group, transport: Made(group, transport))
+    monkeypatch.setattr(
+        resolve, "over", lambda group, transport: StubCommunicator(group, transport)
+    )
     return devices
 
 
 @pytest.mark.parametrize(
     ("serves", "where", "transport"),
     [
-        (["cuda"], ["cuda:1"], "nccl"),  # init_process_group("nccl"), a model on a GPU
+        (["cuda"], ["cuda:1"], "nccl"),  # init_process_group("nccl") and a model on a GPU
         (["cpu", "cuda"], ["cuda:1"], "nccl"),  # "cpu:gloo,cuda:nccl"
         (["cpu", "cuda"], ["cpu"], "shm"),
         (["cpu", "cuda"], [], "shm"),
         (["cuda"], ["cpu"], "shm"),
         (["cuda"], [], "nccl"),
-        (["cuda"], ["meta"], "nccl"),  # its values come later, to where the ranks move them
+        # meta tensors get their values later, on the device of the ranks
+        (["cuda"], ["meta"], "nccl"),
         (["cpu", "cuda"], ["meta"], "shm"),
         (["cpu"], ["meta", "cuda:1"], "nccl"),
     ],
 )
-def test_a_group_goes_over_what_the_tensors_need(
+def test_the_transport_depends_on_the_groups_and_tensors_devices(
     current: list[torch.device], serves: list[str], where: list[str], transport: str
 ) -> None:
-    found = communicator_of(Of(*serves), map(somewhere, where))
+    found = communicator_of(StubGroup(*serves), map(tensor_on, where))
     assert found.transport == transport
     assert current == [torch.device("cuda:1")] * ("cuda:1" in where)
 
 
-def test_a_group_has_one_of_each(current: list[torch.device]) -> None:
-    group = Of("cpu", "cuda")
-    here, there = communicator_of(group), communicator_of(group, [somewhere("cuda")])
-    assert communicator_of(group, [somewhere("cpu")]) is here
-    assert communicator_of(group, [somewhere("cuda")]) is there is not here
+def test_a_group_has_one_communicator_per_transport(current: list[torch.device]) -> None:
+    group = StubGroup("cpu", "cuda")
+    here, there = communicator_of(group), communicator_of(group, [tensor_on("cuda")])
+    assert communicator_of(group, [tensor_on("cpu")]) is here
+    assert communicator_of(group, [tensor_on("cuda")]) is there is not here

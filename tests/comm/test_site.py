@@ -1,4 +1,4 @@
-"""The user's file:line: of the call, not of ours; cut to size; right for code that is made anew."""
+"""The user's file:line of a call: not one of ringdp's frames, cut to size, cached within limits."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from ringdp.transport.records import SITE_BYTES
 from tests.ranks import on_ranks
 
 
-def ask(file: str, lines: int = 0) -> bytes:
-    """call_site in a function of another file, on line `lines` + 2."""
+def call_site_in(file: str, lines: int = 0) -> bytes:
+    """call_site, called by a function of another file on line `lines` + 2."""
     names: dict[str, object] = {}
     code = "\n" * lines + "def f(call_site):\n    return call_site(1)"
     exec(compile(code, file, "exec"), {}, names)
     return names["f"](call_site)  # type: ignore[operator]
 
 
-def test_it_is_the_line_of_the_call():
+def test_call_site_is_the_line_of_the_call():
     first = call_site(1)  # from here
     assert place(first).endswith(f"/test_site.py:{first_line()}")
     assert first is not call_site(1), "another line"
@@ -37,13 +37,13 @@ def first_line() -> int:
         return next(n for n, line in enumerate(file, 1) if line.endswith("# from here\n"))
 
 
-def test_frames_of_ours_and_of_torch_are_passed_over():
+def test_frames_of_ringdp_and_torch_are_skipped():
     ours, torchs = call.__file__, torch.__file__
     for file in (ours, torchs, "<frozen importlib>"):
-        assert "/test_site.py:" in place(ask(file))
+        assert "/test_site.py:" in place(call_site_in(file))
 
 
-def test_what_leaves_a_context_manager_of_ours_is_the_users_line():
+def test_leaving_a_context_manager_of_ringdp_is_the_users_line():
     names: dict[str, Any] = {}
     body = "def f(found, call_site):\n    yield\n    found.append(call_site(1))"
     exec(compile(body, call.__file__, "exec"), names)
@@ -53,22 +53,22 @@ def test_what_leaves_a_context_manager_of_ours_is_the_users_line():
     assert place(found[0]).endswith((f"/test_site.py:{line - 1}", f"/test_site.py:{line}"))
 
 
-def test_a_long_path_keeps_its_end():
+def test_a_long_path_is_cut_at_its_head():
     path = "/very" * 50 + "/train.py"
-    site = ask(path)
+    site = call_site_in(path)
     assert len(site) == SITE_BYTES
     assert place(site).startswith("...")
     assert place(site).endswith("/very/very/train.py:2")
 
 
-def test_code_that_is_made_again_and_again_is_not_kept_for_good():
+def test_the_cache_of_lines_is_bounded():
     for lines in range(3 * call._MOST_SITES // 2):
-        assert place(ask("made", lines)) == f"made:{lines + 2}"
+        assert place(call_site_in("made", lines)) == f"made:{lines + 2}"
     assert len(call._sites) <= call._MOST_SITES
     assert len(call._codes) <= call._MOST_SITES
 
 
-def test_a_thread_that_runs_none_of_the_users_code_is_said_to(monkeypatch):
+def test_a_thread_without_user_code_is_described(monkeypatch):
     monkeypatch.setattr(call, "_OURS", ("/",))
     sites: dict[int, bytes] = {}
     monkeypatch.setattr(call, "_sites", sites)
@@ -82,7 +82,7 @@ def test_a_thread_that_runs_none_of_the_users_code_is_said_to(monkeypatch):
 
 @pytest.mark.process
 @on_ranks(1)
-def test_a_call_that_was_made_before_has_the_line_of_this_time(comm: Communicator) -> None:
+def test_a_repeated_call_has_its_own_line(comm: Communicator) -> None:
     x = torch.ones(4)
     ours = compile("def f(comm, x):\n    comm.all_reduce(x)", call.__file__, "exec")
     names: dict[str, object] = {}

@@ -1,4 +1,5 @@
-"""Ranks that disagree about the sizes of parts: an error on every rank, which names who is odd."""
+"""Ranks that disagree about the sizes of parts: every rank gets an error that names a pair of
+them."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ from tests.comm.failing import Caught, by_turns, catch, fallible
 
 pytestmark = pytest.mark.process
 
-PART = 6  # elements of a part, where all is even
-LINES = 64  # the most that a small message has
-LARGE = 50_000  # and where it takes several slabs
+PART = 6  # elements of a part, where all are equal
+LINES = 64  # the longest small message
+LARGE = 50_000  # several slabs
 
 Sizes = list[int]
 
@@ -26,17 +27,17 @@ MESSAGE = re.compile(
 )
 
 
-def moved(sizes: Sizes) -> Sizes:
-    """As many in all."""
+def shift_one(sizes: Sizes) -> Sizes:
+    """The same total."""
     return [sizes[0] - 1, sizes[1] + 1, *sizes[2:]]
 
 
-def fewer(sizes: Sizes) -> Sizes:
-    """By one that the last rank has."""
+def one_less(sizes: Sizes) -> Sizes:
+    """One element less on the last rank."""
     return [*sizes[:-1], sizes[-1] - 1]
 
 
-def none(sizes: Sizes) -> Sizes:
+def all_zero(sizes: Sizes) -> Sizes:
     return [0] * len(sizes)
 
 
@@ -55,8 +56,10 @@ def begin(comm: Communicator, what: str, sizes: Sizes) -> None:
 
 
 @fallible
-def disagree(comm: Communicator, what: str, odd: Callable[[Sizes], Sizes], part: int) -> Caught:
-    """Rank 1 means other sizes than the others."""
+def call_with_other_sizes(
+    comm: Communicator, what: str, odd: Callable[[Sizes], Sizes], part: int
+) -> Caught:
+    """Rank 1 passes other sizes than the others."""
     sizes = [part] * comm.size
     mine = odd(sizes) if comm.rank == 1 else sizes
     caught = catch(comm, lambda: begin(comm, what, mine), comm.barrier)
@@ -69,11 +72,11 @@ WHATS = ("all_gather_v", "reduce_scatter_v", "gather_v", "scatter_v")
 
 @pytest.mark.parametrize(
     ("odd", "part", "what", "n"),
-    by_turns(product((moved, fewer, none), (PART, LINES), WHATS), (2, 3, 4)),
+    by_turns(product((shift_one, one_less, all_zero), (PART, LINES), WHATS), (2, 3, 4)),
 )
-def test_other_sizes_are_a_mismatch_on_all(ranks, what, odd, part, n):
+def test_different_sizes_are_a_mismatch_on_all_ranks(ranks, what, odd, part, n):
     name = what.removesuffix("_v")
-    for h in ranks(n)(disagree, what, odd, part):
+    for h in ranks(n)(call_with_other_sizes, what, odd, part):
         assert h.error == h.again == "CollectiveMismatch", h
         first, *calls = h.text.splitlines()[:4]
         assert re.fullmatch(r"ranks (1 and \d|\d and 1) called differently:", first), h
@@ -85,8 +88,8 @@ def test_other_sizes_are_a_mismatch_on_all(ranks, what, odd, part, n):
 
 
 @fallible
-def sends_other(comm: Communicator, more: int, part: int) -> Caught:
-    """Rank 1 sends rank 0 more than that expects, or less; all other parts are as expected."""
+def send_another_size(comm: Communicator, more: int, part: int) -> Caught:
+    """Rank 1 sends rank 0 more or less than it expects; all other parts are as expected."""
     received = [part] * comm.size
     sent = [part + more * (comm.rank == 1), *received[1:]]
 
@@ -103,8 +106,8 @@ PARTS = ((PART, 1), (0, 1), (LARGE, 1), (PART, -PART), (PART, -1), (LARGE, -LARG
 
 
 @pytest.mark.parametrize(("part", "more", "n"), by_turns(PARTS, (2, 3, 4)))
-def test_a_part_of_another_size_is_a_mismatch_on_all(ranks, part, more, n):
-    for h in ranks(n)(sends_other, more, part):
+def test_a_part_of_another_size_is_a_mismatch_on_all_ranks(ranks, part, more, n):
+    for h in ranks(n)(send_another_size, more, part):
         assert h.error == h.again == "CollectiveMismatch", h
         first, zero, one, why = h.text.splitlines()[:4]
         assert first == "ranks 0 and 1 called differently:", h
@@ -112,8 +115,8 @@ def test_a_part_of_another_size_is_a_mismatch_on_all(ranks, part, more, n):
             assert call.startswith(f"  rank {rank}: all_to_all_v #1 (float32) of "), h
             assert "/test_sizes.py:" in call, h
         found = MESSAGE.fullmatch(why)
-        if found is None:  # all of their slabs but for how many
+        if found is None:  # the slabs are equal, only their number differs
             assert why == "  with different sizes", h
         else:
-            given, expected = map(int, found.groups())
-            assert (given > expected) == (more > 0), h
+            found_bytes, expected = map(int, found.groups())
+            assert (found_bytes > expected) == (more > 0), h

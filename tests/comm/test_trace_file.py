@@ -1,4 +1,4 @@
-"""A trace's file: where it lies, that it is there however a run ends, and where it cannot be."""
+"""A trace's file: its place, its contents however a run ends, and paths that are refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.tape.traces import TraceFile
 pytestmark = pytest.mark.process
 
 
-def dies(comm: ringdp.Communicator, report, path: Path, transport: str) -> None:
+def rank_1_dies(comm: ringdp.Communicator, report, path: Path, transport: str) -> None:
     tracing.HASTE = CALL_TIMEOUT  # a busy machine is slow
     if transport != "shm":
         comm = ringdp.init(transport=transport)
@@ -32,7 +32,8 @@ def dies(comm: ringdp.Communicator, report, path: Path, transport: str) -> None:
             comm.all_reduce(torch.ones(10))
             talk.set(f"done/{comm.rank}", "")
             if comm.rank == 1:
-                talk.wait(["done/0", "done/2"])  # else they may hear of it in the first one
+                # otherwise they could notice the death in the first call
+                talk.wait(["done/0", "done/2"])
                 os.kill(os.getpid(), signal.SIGKILL)
             comm.all_reduce(torch.ones(10))
     except ringdp.PeerLost as e:
@@ -42,7 +43,7 @@ def dies(comm: ringdp.Communicator, report, path: Path, transport: str) -> None:
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 def test_a_rank_that_dies_leaves_the_others_parts_and_its_name(forks, tmp_path, transport):
     path = tmp_path / "run.json"
-    ended = forks(3, dies, path, transport)
+    ended = forks(3, rank_1_dies, path, transport)
     assert [e.code for e in ended] == [0, -signal.SIGKILL, 0]
     assert "rank 1" in ended[0].reported[0]
     read = TraceFile(path)
@@ -53,7 +54,7 @@ def test_a_rank_that_dies_leaves_the_others_parts_and_its_name(forks, tmp_path, 
     assert [p.name for p in tmp_path.iterdir()] == ["run.json"]
 
 
-def dies_before(comm: ringdp.Communicator, report, path: Path, who: int) -> None:
+def die_before_the_trace(comm: ringdp.Communicator, report, path: Path, who: int) -> None:
     comm.barrier()
     if comm.rank == who:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -65,15 +66,15 @@ def dies_before(comm: ringdp.Communicator, report, path: Path, who: int) -> None
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_a_rank_that_has_died_is_not_waited_for_to_start(forks, tmp_path, who):
-    ended = forks(3, dies_before, tmp_path / "run.json", who)
-    said = [[f"rank {rank} of 3 waited to trace; rank {who} has ended"] for rank in range(3)]
-    said[who] = []
-    assert [e.reported for e in ended] == said
+def test_starting_a_trace_does_not_wait_for_a_dead_rank(forks, tmp_path, who):
+    ended = forks(3, die_before_the_trace, tmp_path / "run.json", who)
+    expected = [[f"rank {rank} of 3 waited to trace; rank {who} has ended"] for rank in range(3)]
+    expected[who] = []
+    assert [e.reported for e in ended] == expected
 
 
-def calls_by_turns(comm: ringdp.Communicator, at: Path) -> None:
-    """Each rank with a file of its own in mind, and rank 1 in another directory."""
+def trace_in_different_directories(comm: ringdp.Communicator, at: Path) -> None:
+    """Each rank passes another file name, and rank 1 is in another directory."""
     before = os.getcwd()
     if comm.rank == 1:
         (at / "other").mkdir()
@@ -88,8 +89,8 @@ def calls_by_turns(comm: ringdp.Communicator, at: Path) -> None:
         os.chdir(before)
 
 
-def test_the_file_is_rank_0s_wherever_the_others_are(ranks, tmp_path):
-    ranks(2)(calls_by_turns, tmp_path)
+def test_rank_0_decides_the_path_of_the_file(ranks, tmp_path):
+    ranks(2)(trace_in_different_directories, tmp_path)
     found = ["again.json", "nothing.json", "other", "run0.json"]
     assert sorted(p.name for p in tmp_path.iterdir()) == found
     assert list((tmp_path / "other").iterdir()) == []
@@ -99,7 +100,7 @@ def test_the_file_is_rank_0s_wherever_the_others_are(ranks, tmp_path):
         assert [len(read.spans("collective", rank)) for rank in range(2)] == [calls] * 2
 
 
-def goes_elsewhere(comm: ringdp.Communicator, at: Path) -> None:
+def change_directory_during_a_trace(comm: ringdp.Communicator, at: Path) -> None:
     before = os.getcwd()
     os.chdir(at)
     try:
@@ -110,59 +111,63 @@ def goes_elsewhere(comm: ringdp.Communicator, at: Path) -> None:
         os.chdir(before)
 
 
-def test_the_file_is_where_the_trace_began(ranks, tmp_path):
+def test_the_file_is_in_the_directory_where_the_trace_began(ranks, tmp_path):
     (tmp_path / "elsewhere").mkdir()
-    ranks(2)(goes_elsewhere, tmp_path)
+    ranks(2)(change_directory_during_a_trace, tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["elsewhere", "run.json"]
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
-def told_elsewhere(comm: ringdp.Communicator, path: Path, elsewhere: Path) -> None:
-    """In the store stands another path than rank 0's."""
-    said = Meeting._patiently
+def trace_with_a_changed_path_in_the_store(
+    comm: ringdp.Communicator, path: Path, elsewhere: Path
+) -> None:
+    """The store holds another path than rank 0 wrote."""
+    patiently = Meeting._patiently
     other = json.dumps(str(elsewhere)).encode()
 
     def damaged(self: Meeting, key: str, rank: int) -> bytes:
-        return said(self, key, rank).replace(json.dumps(str(path)).encode(), other)
+        return patiently(self, key, rank).replace(json.dumps(str(path)).encode(), other)
 
     with patch.object(Meeting, "_patiently", damaged), ringdp.trace(path):
         comm.all_reduce(torch.ones(10))
 
 
-def test_the_store_does_not_say_where_a_rank_writes(ranks, tmp_path):
+def test_a_rank_writes_only_to_its_own_path(ranks, tmp_path):
     (there := tmp_path / "there").mkdir()
     (elsewhere := tmp_path / "elsewhere").mkdir()
-    ranks(2)(told_elsewhere, there / "run.json", elsewhere / "run.json")
+    ranks(2)(trace_with_a_changed_path_in_the_store, there / "run.json", elsewhere / "run.json")
     assert sorted(TraceFile(there / "run.json").about["parts"]) == ["0", "1"]
     assert [p.name for p in there.iterdir()] == ["run.json"]
     assert list(elsewhere.iterdir()) == []
 
 
-def says_nonsense(comm: ringdp.Communicator, path: Path, said: str) -> None:
-    """Of rank 1's part."""
-    damaged = patch.object(Meeting, "hand_in", _says(said)) if comm.rank == 1 else nullcontext()
+def publish_malformed_part(comm: ringdp.Communicator, path: Path, text: str) -> None:
+    """Rank 1 publishes malformed data instead of its part."""
+    damaged = (
+        patch.object(Meeting, "hand_in", _hand_in_text(text)) if comm.rank == 1 else nullcontext()
+    )
     with damaged, ringdp.trace(path):
         comm.all_reduce(torch.ones(10))
 
 
-def _says(said: str) -> Callable[..., None]:
+def _hand_in_text(text: str) -> Callable[..., None]:
     def hand_in(self: Meeting, part: Path, **_: bool) -> None:
         part.write_text("no part", encoding="utf-8")
-        self._store.set(f"part/{self.rank}", said)
+        self._store.set(f"part/{self.rank}", text)
 
     return hand_in
 
 
-@pytest.mark.parametrize("said", ["a word", "0"])
-def test_a_part_that_makes_no_sense_costs_its_ranks_alone(ranks, tmp_path, said):
-    ranks(2)(says_nonsense, tmp_path / "run.json", said)
+@pytest.mark.parametrize("text", ["a word", "0"])
+def test_a_malformed_part_is_listed_as_missing(ranks, tmp_path, text):
+    ranks(2)(publish_malformed_part, tmp_path / "run.json", text)
     read = TraceFile(tmp_path / "run.json")
     assert sorted(read.about["parts"]) == ["0"]
     assert read.about["missing"]["1"].startswith("rank 1's part of the trace cannot be had: ")
 
 
-def refused(comm: ringdp.Communicator, path: Path, pipe: Path) -> list[str]:
-    said = []
+def collect_refusals(comm: ringdp.Communicator, path: Path, pipe: Path) -> list[str]:
+    messages = []
     for start in (
         lambda: ringdp.trace("/nowhere/run.json").start(),
         lambda: ringdp.trace(pipe).start(),
@@ -172,23 +177,25 @@ def refused(comm: ringdp.Communicator, path: Path, pipe: Path) -> list[str]:
     ):
         with pytest.raises(ringdp.UsageError) as found:
             start()
-        said.append(str(found.value))
+        messages.append(str(found.value))
     running = ringdp.trace(path).start()
     with pytest.raises(ringdp.UsageError, match="a trace runs in this process already"):
         ringdp.trace(path).start()
     running.stop()
-    return said
+    return messages
 
 
-def test_mistakes_are_told_on_every_rank(ranks, tmp_path):
+def test_bad_paths_are_refused_on_every_rank(ranks, tmp_path):
     os.mkfifo(pipe := tmp_path / "pipe")
-    for said in ranks(2)(refused, tmp_path / "run.json", pipe):
-        assert said[0] == (
+    for messages in ranks(2)(collect_refusals, tmp_path / "run.json", pipe):
+        assert messages[0] == (
             "trace: cannot write /nowhere/run.json: No such file or directory; allowed: a file in "
             "a directory that exists and is writable"
         )
-        assert said[1].startswith(f"trace: cannot write {pipe}: it is a device or a pipe; allowed")
-        assert "embedded null " in said[2]  # byte, or from Python 3.13 on character
-        assert "nnn: File name too long; allowed" in said[3]
-        assert said[4] == "this trace does not run; start it first"
+        assert messages[1].startswith(
+            f"trace: cannot write {pipe}: it is a device or a pipe; allowed"
+        )
+        assert "embedded null " in messages[2]  # "byte"; from Python 3.13 on "character"
+        assert "nnn: File name too long; allowed" in messages[3]
+        assert messages[4] == "this trace does not run; start it first"
     assert (tmp_path / "run.json").exists()

@@ -1,4 +1,4 @@
-"""Works: waited for, asked for, dropped; collectives on several threads at once."""
+"""Works: waiting, polling and dropping them; collectives on several threads at once."""
 
 from __future__ import annotations
 
@@ -22,38 +22,39 @@ from tests.ranks import on_ranks
 pytestmark = pytest.mark.process
 
 
-def handles(comm: Communicator) -> None:
+def check_waits(comm: Communicator) -> None:
     tensors = [values(comm.rank, 2000 * i, seed=i) for i in range(12)]
     works = [comm.all_reduce(t, async_op=True) for t in tensors]
     for i in (11, 3, 3, 0, 7):  # out of order, and twice
         works[i].wait()
         assert works[i].is_completed()
         assert works[i].exception() is None
-    assert all(w.is_completed() for w in works)  # they end in the order of issue
+    assert all(w.is_completed() for w in works)  # collectives complete in the order of issue
     for i, t in enumerate(tensors):
         assert torch.equal(t, everyone(comm, 2000 * i, seed=i).sum(0))
 
-    view = values(comm.rank, 300, 300).t()  # a copy is reduced: it comes home with `wait`
+    view = values(comm.rank, 300, 300).t()  # a copy is reduced; `wait` copies it back
     work = comm.all_reduce(view, async_op=True)
     while not work.is_completed():
         pass
     assert torch.equal(view, everyone(comm, 300, 300).sum(0).t())
 
 
-def pinned(comm: Communicator) -> None:
-    """A rank with one core runs a call itself while the others keep up, and waits for none."""
+def check_on_one_core(comm: Communicator) -> None:
+    """A rank on one core runs a call itself while the others keep up, and does not wait for late
+    ones."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     try:
-        handles(comm)
+        check_waits(comm)
         with comm.duplicate() as other:
             for i in range(6):
                 late = i % comm.size == comm.rank
                 lengths = (3, 40_000, 400_000)  # lines, a whole message, tiles
                 tensors = [values(comm.rank, n, seed=i) for n in lengths]
                 if late:
-                    other.barrier()  # which the others come to only after their calls
-                    time.sleep(0.002)  # longer than a call looks out for others
+                    other.barrier()  # the others call it only after their collectives
+                    time.sleep(0.002)  # longer than a call waits actively for others
                 works = [comm.all_reduce(t, async_op=True) for t in tensors]
                 if not late:
                     other.barrier()
@@ -65,33 +66,33 @@ def pinned(comm: Communicator) -> None:
         os.sched_setaffinity(0, cores)
 
 
-def dropped(comm: Communicator) -> None:
-    """Buffers of works that nobody holds are not given to others while they are in use."""
+def check_dropped_works(comm: Communicator) -> None:
+    """Buffers of works that were dropped are not reused while they are in use."""
     for i in range(30):
         comm.all_reduce(torch.full((200_000,), float(comm.rank)), async_op=True)
         comm.all_reduce(values(comm.rank, 300, 300).t(), async_op=True)
         other = torch.full((200_000,), -7.0)
-        for length in range(20):  # pushes chunk bounds out of a cache, if it is small
+        for length in range(20):  # evicts chunk bounds from a cache, if it is small
             comm.all_reduce(torch.ones(length + 20 * i), async_op=True)
         assert torch.all(other == -7.0)
     comm.barrier()
 
 
 @on_ranks(2)
-def test_memory_is_kept_no_longer_than_needed(comm: Communicator) -> None:
+def test_buffers_are_released_after_completion(comm: Communicator) -> None:
     comm.all_reduce(torch.ones(10), async_op=True)
     comm.barrier()
     assert not comm._transport.kept
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
-@pytest.mark.parametrize("what", [handles, pinned, dropped])
-def test_works(ranks, n: int, what: Callable[[Communicator], None]):
+@pytest.mark.parametrize("what", [check_waits, check_on_one_core, check_dropped_works])
+def test_works_wait_poll_and_drop(ranks, n: int, what: Callable[[Communicator], None]):
     ranks(n)(what)
 
 
-def asked(comm: Communicator) -> tuple[float, float]:
-    """Seconds of a core that a rank takes in all, and in questions right after its calls."""
+def time_polls(comm: Communicator) -> tuple[float, float]:
+    """CPU seconds of a rank in all, and in polls right after its calls."""
     x, y, questions = torch.ones(8 << 20), torch.zeros(8 << 20), 0.0
     busy = time.process_time()
     for _ in range(4):
@@ -103,20 +104,18 @@ def asked(comm: Communicator) -> tuple[float, float]:
     return time.process_time() - busy, questions
 
 
-def test_to_ask_for_a_work_is_not_to_do_it(ranks):
-    [(busy, questions)] = ranks(1)(asked)  # who is alone never waits
+def test_polling_a_work_does_not_run_it(ranks):
+    [(busy, questions)] = ranks(1)(time_polls)  # a single rank never waits
     assert questions < busy / 3
 
 
 @contextmanager
 def no_more_threads() -> Iterator[None]:
-    """There is no room for the stack of another one."""
+    """Leaves no address space for another thread's stack."""
     over, threads = threading.Event(), []
     try:
         with address_space_limit(4 << 20):
-            with suppress(
-                RuntimeError
-            ):  # until the stacks of threads that have ended are used again
+            with suppress(RuntimeError):  # stacks of ended threads are reused until then
                 while True:
                     threads.append(threading.Thread(target=over.wait))
                     threads[-1].start()
@@ -128,12 +127,12 @@ def no_more_threads() -> Iterator[None]:
 
 
 @on_ranks(2)
-def test_a_system_without_threads(comm: Communicator) -> None:
-    """Where no thread can be had, who waits does the work."""
+def test_works_complete_without_a_thread(comm: Communicator) -> None:
+    """If no thread can be created, the waiting thread does the work."""
     peer = 1 - comm.rank
-    with comm.duplicate() as other:  # which has no thread yet
+    with comm.duplicate() as other:  # has no thread yet
         x, y, z = values(comm.rank, 50_000), torch.ones(100_000), torch.zeros(100_000)
-        other.send(x[:1], peer)  # and now has its memory
+        other.send(x[:1], peer)  # now its message memory is mapped
         other.barrier()
         other.recv(x[:1].clone(), peer)
         with no_more_threads():
@@ -147,8 +146,9 @@ def test_a_system_without_threads(comm: Communicator) -> None:
         assert torch.equal(z, y)
 
 
-def two_threads(comm: Communicator) -> None:
-    """A duplicate's collectives don't wait for the original's, in whatever order they come."""
+def check_two_threads(comm: Communicator) -> None:
+    """A duplicate's collectives do not wait for the original's, in whatever order they are
+    issued."""
     other = comm.duplicate()
     errors: list[BaseException] = []
 
@@ -168,7 +168,7 @@ def two_threads(comm: Communicator) -> None:
         t.join()
     assert not errors, errors
 
-    # opposite orders on the two ranks: one queue would be a mismatch, or wait for ever
+    # opposite orders on the two ranks; with one queue this would be a mismatch or a hang
     few, many = torch.ones(3), torch.ones(400_000)
     issue = [(comm, few), (other, many)]
     works = [c.all_reduce(x, async_op=True) for c, x in issue[:: -1 if comm.rank else 1]]
@@ -182,7 +182,7 @@ def two_threads(comm: Communicator) -> None:
     other.close()
 
 
-def same_lengths(comm: Communicator) -> None:
+def check_equal_lengths(comm: Communicator) -> None:
     with comm.duplicate() as other:
         x, y = values(comm.rank, 50), values(comm.rank, 50, seed=1)
         w = other.all_reduce(y, async_op=True)
@@ -192,28 +192,28 @@ def same_lengths(comm: Communicator) -> None:
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_duplicates_run_at_the_same_time(ranks, n: int):
-    ranks(n)(same_lengths)
-    ranks(n)(two_threads)
+def test_duplicates_run_concurrently(ranks, n: int):
+    ranks(n)(check_equal_lengths)
+    ranks(n)(check_two_threads)
 
 
-class Ended:
-    """A transport on which every call has ended, and its guard."""
+class CompletedTransport:
+    """A transport on which every call has completed, and its guard."""
 
     timeout = warn_after = 60.0
 
     @property
-    def transport(self) -> Ended:
+    def transport(self) -> CompletedTransport:
         return self
 
     def wait(self, ticket: int, seconds: float) -> bool:
         return True
 
 
-def test_a_handler_waits_for_another_work_while_one_is_brought_home():
-    """As one of a signal may, or a finalizer."""
+def test_a_handler_can_wait_for_another_work_while_one_finishes():
+    """As a signal handler or a finalizer may do."""
     done: list[str] = []
-    guard, call = cast(Any, Ended()), cast(Any, None)
+    guard, call = cast(Any, CompletedTransport()), cast(Any, None)
     other = Work(guard, call, 2, lambda: done.append("other"))
 
     def finish() -> None:
@@ -226,34 +226,34 @@ def test_a_handler_waits_for_another_work_while_one_is_brought_home():
     assert done == ["other", "one"]
 
 
-def test_a_handler_that_waits_for_the_work_brought_home_is_told_so():
-    """Not that it is done: it would read a sum that is not divided yet."""
-    said: list[str] = []
+def test_a_handler_that_waits_for_the_finishing_work_is_refused():
+    """Not that it is done: the caller would read a sum that is not divided yet."""
+    messages: list[str] = []
 
     def finish() -> None:
-        for asked in (work.wait, work.is_completed):
+        for call_it in (work.wait, work.is_completed):
             with pytest.raises(CommunicationError) as error:
-                asked()
-            said.append(str(error.value))
+                call_it()
+            messages.append(str(error.value))
 
     call = (7, fingerprint("all_reduce", torch.float32, "avg", 0), 3, b"train.py:40")
-    work = Work(cast(Any, Ended()), call, 1, finish)
+    work = Work(cast(Any, CompletedTransport()), call, 1, finish)
     work.wait()
-    work.wait()  # once
-    assert len(said) == 2
-    for text in said:
+    work.wait()  # finishes only once
+    assert len(messages) == 2
+    for text in messages:
         assert "all_reduce #7 (float32, avg)" in text
         assert "allowed: to wait once that has returned" in text
 
 
-def test_a_work_whose_result_did_not_come_home_is_not_done():
+def test_a_work_whose_finish_failed_is_not_done():
     ends = iter((ZeroDivisionError, KeyboardInterrupt, None))
 
     def finish() -> None:
         if error := next(ends):
             raise error
 
-    work = Work(cast(Any, Ended()), cast(Any, None), 1, finish)
+    work = Work(cast(Any, CompletedTransport()), cast(Any, None), 1, finish)
     with pytest.raises(ZeroDivisionError):
         work.wait()
     with pytest.raises(KeyboardInterrupt):
@@ -262,8 +262,9 @@ def test_a_work_whose_result_did_not_come_home_is_not_done():
     assert next(ends, "none is left") == "none is left"
 
 
-def test_a_wait_does_not_hear_of_what_failed_after_its_end():
-    """The collective ends between a look at it and a look for failures, of a later call."""
+def test_a_wait_does_not_raise_a_failure_after_completion():
+    """The call completes between the check for its end and the check for failures, one of a later
+    call."""
 
     class Ends:
         looks, timeout = iter((False, True)), 60.0
@@ -287,33 +288,33 @@ def test_a_wait_does_not_hear_of_what_failed_after_its_end():
 
 class Stream:
     def __init__(self) -> None:
-        self.behind = list[Stream]()
+        self.waits_for = list[Stream]()
 
     def wait_stream(self, other: Stream) -> None:
-        self.behind.append(other)
+        self.waits_for.append(other)
 
 
-def test_a_work_on_a_gpu_is_waited_for_in_every_stream(monkeypatch: pytest.MonkeyPatch):
-    """By the second one, too, which the transport knows nothing of."""
+def test_a_gpu_work_is_waited_for_in_every_stream(monkeypatch: pytest.MonkeyPatch):
+    """Also by the second stream, which the transport does not know of."""
 
-    class Ended:
+    class CompletedTransport:
         timeout, warn_after = 60.0, 60.0
         wait = staticmethod(lambda ticket, seconds: True)
         transport = property(lambda self: self)
 
     gpu, first, second, third = torch.device("cuda", 0), Stream(), Stream(), Stream()
-    work = Work(cast(Any, Ended()), cast(Any, None), 1, lambda: None, 0.0, gpu)
+    work = Work(cast(Any, CompletedTransport()), cast(Any, None), 1, lambda: None, 0.0, gpu)
     for here in (first, first, second):
         monkeypatch.setattr(torch.cuda, "current_stream", {gpu: here}.__getitem__)
         work.wait()
-    work._done = False  # as one thread may find it while another has brought the result home
+    work._done = False  # as a thread may see it while another one finishes the work
     monkeypatch.setattr(torch.cuda, "current_stream", {gpu: third}.__getitem__)
     work.wait()
-    assert (first.behind, second.behind, third.behind) == ([], [first], [first])
+    assert (first.waits_for, second.waits_for, third.waits_for) == ([], [first], [first])
 
 
-def test_what_a_gpu_brings_home_is_kept_for_the_stream_that_does(monkeypatch: pytest.MonkeyPatch):
-    """A copy was made in the stream of the call, which may give its memory to others at once."""
+def test_finishing_on_a_gpu_records_the_buffers_on_its_stream(monkeypatch: pytest.MonkeyPatch):
+    """The copy was made on the call's stream, whose memory could otherwise be reused at once."""
 
     class Buffer:
         device = torch.device("cuda", 0)

@@ -7,12 +7,12 @@ from tests.comm import test_collectives, test_forms, test_groups, test_messages
 
 
 def offered(comm: Communicator) -> None:
-    test_forms.moved(comm, 10)
-    test_forms.added(comm, 10)
-    test_collectives.rounded_once(comm)
-    test_forms.begun_in_inference_mode(comm)
-    test_messages.exchange(comm)
-    test_messages.anybody(comm)
-    test_messages.beside_collectives(comm)
-    test_groups.parts.__wrapped__(comm)
-    test_groups.together(comm)
+    test_forms.check_moving(comm, 10)
+    test_forms.check_summing(comm, 10)
+    test_collectives.check_averages_are_rounded_once(comm)
+    test_forms.check_inference_mode(comm)
+    test_messages.check_exchange(comm)
+    test_messages.check_any_source(comm)
+    test_messages.check_messages_during_collectives(comm)
+    test_groups.check_split.__wrapped__(comm)
+    test_groups.check_group(comm)

@@ -52,8 +52,8 @@ def test_every_algorithm_gives_the_simulators_bits_over_gloo(over_gloo, n: int):
 @on_ranks(pool="over_gloo")
 def test_all_communicator_functions_work_over_gloo(comm: Communicator) -> None:
     offered(comm)
-    test_messages.any_order(comm, 3)
-    test_messages.short_ones_need_no_receiver(comm)
+    test_messages.check_any_order(comm, 3)
+    test_messages.check_short_messages_need_no_receiver(comm)
     with pytest.raises(ringdp.UsageError, match="tags are 0"):
         comm.send(torch.zeros(1), (comm.rank + 1) % comm.size, tag=1 << 30)
     with pytest.raises(ringdp.UsageError, match="CPU"):

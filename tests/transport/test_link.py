@@ -12,7 +12,7 @@ import torch
 import ringdp
 from ringdp import Communicator
 from ringdp.schedule.cost import Machine, closed, seconds
-from tests.comm.test_collectives import rounded_once
+from tests.comm.test_collectives import check_averages_are_rounded_once
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
@@ -115,4 +115,4 @@ def test_other_threads_run_during_a_short_message(ranks):
 @on_ranks(2)
 def test_averages_over_a_link_are_rounded_once(comm: Communicator) -> None:
     with ringdp.init(link=ringdp.Link(latency=0.001, bandwidth=1e9)) as linked:
-        rounded_once(linked)
+        check_averages_are_rounded_once(linked)

@@ -1,6 +1,6 @@
-"""Calls of torch.distributed, each from (rank, n) to what it leaves behind on that rank.
+"""Calls of torch.distributed as functions (rank, n) -> what the call leaves on that rank.
 
-All numbers are whole and small, so every order of additions gives the same bits.
+All numbers are small integers, so every order of additions gives the same bits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ CASES: dict[str, Case] = {}
 
 
 def case(*arguments: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Enter `function(rank, n, argument)` as a case for each of the arguments, if there are any."""
+    """Registers `function(rank, n, argument)` as a case for each argument, or `function(rank, n)`
+    as one."""
 
     def enter(function: Callable[..., Any]) -> Callable[..., Any]:
         name = function.__name__
@@ -44,7 +45,7 @@ def case(*arguments: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return enter
 
 
-def given(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+def input_of(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
     seed = torch.Generator().manual_seed(rank)
     x = torch.randint(0, 3, shape, generator=seed)
     return (x + 1j * (x + rank)).to(dtype) if dtype.is_complex else x.to(dtype)
@@ -52,7 +53,7 @@ def given(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32)
 
 @case(*MOVED)
 def broadcast(rank, n, dtype):
-    kept = [given(rank, shape, dtype) for shape in SHAPES]
+    kept = [input_of(rank, shape, dtype) for shape in SHAPES]
     for i, x in enumerate(kept):
         dist.broadcast(x, i % n)
     return kept
@@ -60,7 +61,7 @@ def broadcast(rank, n, dtype):
 
 @case(*REAL, torch.complex64)
 def all_reduce(rank, n, dtype):
-    kept = [given(rank, shape, dtype) for shape in SHAPES]
+    kept = [input_of(rank, shape, dtype) for shape in SHAPES]
     for x in kept:
         dist.all_reduce(x)
     return kept
@@ -71,24 +72,24 @@ OPS = ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "AVG")
 
 @case(*OPS)
 def operator(rank, n, name):
-    x = given(rank, (9,), torch.float32 if name == "AVG" else torch.int32)
+    x = input_of(rank, (9,), torch.float32 if name == "AVG" else torch.int32)
     dist.all_reduce(x, getattr(ReduceOp, name))
     return x
 
 
 @case("BAND", "BOR", "BXOR")
 def bits_of_floats(rank, n, name):
-    dist.all_reduce(given(rank, (9,)), getattr(ReduceOp, name))
+    dist.all_reduce(input_of(rank, (9,)), getattr(ReduceOp, name))
 
 
 @case()
 def as_a_string(rank, n):
-    dist.all_reduce(given(rank, (9,)), "sum")
+    dist.all_reduce(input_of(rank, (9,)), "sum")
 
 
 @case(*SHAPES)
 def reduce(rank, n, shape):
-    x = given(rank, shape)
+    x = input_of(rank, shape)
     dist.reduce(x, n - 1, ReduceOp.MAX)
     return x if rank == n - 1 else None
 
@@ -98,7 +99,7 @@ def all_gather(rank, n, dtype):
     kept = []
     for shape in SHAPES:
         parts = [torch.empty(shape, dtype=dtype) for _ in range(n)]
-        dist.all_gather(parts, given(rank, shape, dtype))
+        dist.all_gather(parts, input_of(rank, shape, dtype))
         kept.append(parts)
     return kept
 
@@ -106,30 +107,30 @@ def all_gather(rank, n, dtype):
 @case()
 def all_gather_to_parts_of_one(rank, n):
     whole = torch.empty(n, 2, 3)
-    dist.all_gather(list(whole.unbind()), given(rank, (2, 3)))
+    dist.all_gather(list(whole.unbind()), input_of(rank, (2, 3)))
     columns = torch.empty(3, n)
-    dist.all_gather(list(columns.unbind(1)), given(rank, (3,)))
+    dist.all_gather(list(columns.unbind(1)), input_of(rank, (3,)))
     return whole, columns
 
 
 @case(*REAL, torch.bool)
 def all_gather_into_tensor(rank, n, dtype):
     flat, stacked = torch.empty(n * 6, dtype=dtype), torch.empty(n, 2, 3, dtype=dtype)
-    dist.all_gather_into_tensor(flat.view(2 * n, 3), given(rank, (2, 3), dtype))
-    dist.all_gather_into_tensor(stacked, given(rank, (2, 3), dtype))
+    dist.all_gather_into_tensor(flat.view(2 * n, 3), input_of(rank, (2, 3), dtype))
+    dist.all_gather_into_tensor(stacked, input_of(rank, (2, 3), dtype))
     return flat, stacked
 
 
 @case()
 def all_gather_coalesced(rank, n):
     parts = [[torch.empty(2, 3), torch.empty(4)] for _ in range(n)]
-    dist.all_gather_coalesced(parts, [given(rank, (2, 3)), given(rank, (4,))])
+    dist.all_gather_coalesced(parts, [input_of(rank, (2, 3)), input_of(rank, (4,))])
     return parts
 
 
 @case()
 def all_reduce_coalesced(rank, n):
-    kept = [given(rank, (2, 3)), given(rank, (4,)), given(rank, (2,), torch.float32).t()]
+    kept = [input_of(rank, (2, 3)), input_of(rank, (4,)), input_of(rank, (2,), torch.float32).t()]
     dist.all_reduce_coalesced(kept)
     return kept
 
@@ -137,14 +138,14 @@ def all_reduce_coalesced(rank, n):
 @case(*REAL)
 def reduce_scatter_tensor(rank, n, dtype):
     out = torch.empty(5, dtype=dtype)
-    dist.reduce_scatter_tensor(out, given(rank, (5 * n,), dtype))
+    dist.reduce_scatter_tensor(out, input_of(rank, (5 * n,), dtype))
     return out
 
 
 @case()
 def reduce_scatter(rank, n):
     out = torch.empty(2, 3)
-    dist.reduce_scatter(out, [given(rank + 10 * r, (2, 3)) for r in range(n)])
+    dist.reduce_scatter(out, [input_of(rank + 10 * r, (2, 3)) for r in range(n)])
     return out
 
 
@@ -153,7 +154,7 @@ def gather(rank, n, dtype):
     kept = []
     for root in range(n):
         parts = [torch.empty(3, dtype=dtype) for _ in range(n)] if rank == root else None
-        dist.gather(given(rank, (3,), dtype), parts, root)
+        dist.gather(input_of(rank, (3,), dtype), parts, root)
         kept.append(parts)
     return kept
 
@@ -162,7 +163,7 @@ def gather(rank, n, dtype):
 def scatter(rank, n, dtype):
     kept = []
     for root in range(n):
-        parts = [given(root + 10 * r, (3,), dtype) for r in range(n)] if rank == root else None
+        parts = [input_of(root + 10 * r, (3,), dtype) for r in range(n)] if rank == root else None
         out = torch.empty(3, dtype=dtype)
         dist.scatter(out, parts, root)
         kept.append(out)
@@ -172,15 +173,16 @@ def scatter(rank, n, dtype):
 @case(*MOVED)
 def all_to_all_single(rank, n, dtype):
     out = torch.empty(2 * n, 3, dtype=dtype)
-    dist.all_to_all_single(out, given(rank, (2 * n, 3), dtype))
+    dist.all_to_all_single(out, input_of(rank, (2 * n, 3), dtype))
     return out
 
 
 @case()
 def all_to_all_single_uneven(rank, n):
-    sent = [(rank + r) % 3 for r in range(n)]  # rows; what r sends s is what s sends r
+    # rows; what r sends to s is as long as what s sends to r
+    sent = [(rank + r) % 3 for r in range(n)]
     out = torch.empty(sum(sent), 2)
-    dist.all_to_all_single(out, given(rank, (sum(sent), 2)), sent, sent)
+    dist.all_to_all_single(out, input_of(rank, (sum(sent), 2)), sent, sent)
     return out
 
 
@@ -188,7 +190,7 @@ def all_to_all_single_uneven(rank, n):
 def all_to_all(rank, n):
     shape = {r: (1 + (rank + r) % 3, 2) for r in range(n)}
     out = [torch.empty(shape[r]) for r in range(n)]
-    dist.all_to_all(out, [given(rank + 10 * r, shape[r]) for r in range(n)])
+    dist.all_to_all(out, [input_of(rank + 10 * r, shape[r]) for r in range(n)])
     return out
 
 
@@ -200,9 +202,9 @@ def send_and_recv(rank, n, dtype):
         after, before = (rank + 1) % n, (rank - 1) % n
         if rank % 2:
             dist.recv(x, before)
-            dist.send(given(rank, shape, dtype), after)
+            dist.send(input_of(rank, shape, dtype), after)
         else:
-            dist.send(given(rank, shape, dtype), after)
+            dist.send(input_of(rank, shape, dtype), after)
             dist.recv(x, before)
         kept.append(x)
     return kept
@@ -211,7 +213,7 @@ def send_and_recv(rank, n, dtype):
 @case()
 def tags(rank, n):
     kept = [torch.empty(3) for _ in range(3)]
-    sent = [dist.isend(given(rank + 10 * t, (3,)), (rank + 1) % n, tag=t) for t in range(3)]
+    sent = [dist.isend(input_of(rank + 10 * t, (3,)), (rank + 1) % n, tag=t) for t in range(3)]
     for t in (2, 0, 1):
         dist.irecv(kept[t], (rank - 1) % n, tag=t).wait()
     for work in sent:
@@ -219,7 +221,7 @@ def tags(rank, n):
     return kept
 
 
-ANY = 7  # nobody else's tag: a fast rank is in the next case already
+ANY = 7  # a tag of this case only: a fast rank may already be in the next case
 
 
 @case()
@@ -238,7 +240,7 @@ def any_source(rank, n):
 def batch_isend_irecv(rank, n):
     x = torch.empty(1000)
     ops = [
-        dist.P2POp(dist.isend, given(rank, (1000,)), (rank + 1) % n),
+        dist.P2POp(dist.isend, input_of(rank, (1000,)), (rank + 1) % n),
         dist.P2POp(dist.irecv, x, (rank - 1) % n),
     ]
     for work in dist.batch_isend_irecv(ops):
@@ -248,7 +250,7 @@ def batch_isend_irecv(rank, n):
 
 @case()
 def transposed(rank, n):
-    x, y = given(rank, (4, 6)).t(), given(rank, (4, 6)).t()
+    x, y = input_of(rank, (4, 6)).t(), input_of(rank, (4, 6)).t()
     dist.all_reduce(x)
     dist.broadcast(y, n - 1)
     return x, y
@@ -270,10 +272,10 @@ def sparse_average(rank, n):
 
 @case()
 def objects(rank, n):
-    everybodys: list[Any] = [None] * n
-    dist.all_gather_object(everybodys, {"rank": rank, "long": "x" * 10**rank})
-    told: list[Any] = [{"of": rank}, rank]
-    dist.broadcast_object_list(told, n - 1)
+    gathered: list[Any] = [None] * n
+    dist.all_gather_object(gathered, {"rank": rank, "long": "x" * 10**rank})
+    broadcast_list: list[Any] = [{"of": rank}, rank]
+    dist.broadcast_object_list(broadcast_list, n - 1)
     collected: list[Any] | None = [None] * n if rank == 0 else None
     dist.gather_object(("from", rank), collected, 0)
     mine: list[Any] = [None]
@@ -283,14 +285,14 @@ def objects(rank, n):
         dist.send_object_list(["hello"], 1)
     if rank == 1:
         dist.recv_object_list(passed, 0)
-    return everybodys, told, collected, mine, passed
+    return gathered, broadcast_list, collected, mine, passed
 
 
 @case()
 def asynchronous(rank, n):
-    x, y, out = given(rank, (5,)), given(rank, (5,)), torch.empty(n * 5)
+    x, y, out = input_of(rank, (5,)), input_of(rank, (5,)), torch.empty(n * 5)
     works = [dist.all_reduce(x, async_op=True), dist.broadcast(y, 1, async_op=True)]
-    works.append(dist.all_gather_into_tensor(out, given(rank, (5,)), async_op=True))
+    works.append(dist.all_gather_into_tensor(out, input_of(rank, (5,)), async_op=True))
     works.append(dist.barrier(async_op=True))
     for work in reversed(works):
         work.wait()
@@ -299,19 +301,19 @@ def asynchronous(rank, n):
 
 @case()
 def coalescing(rank, n):
-    kept = [given(rank, (k,)) for k in (3, 1, 8)]
+    kept = [input_of(rank, (k,)) for k in (3, 1, 8)]
     with dist.distributed_c10d._coalescing_manager():
         for x in kept:
             dist.all_reduce(x)
     outs = [torch.empty(n * 2), torch.empty(n * 3)]
     with dist.distributed_c10d._coalescing_manager(async_ops=True) as manager:
         for k, out in enumerate(outs):
-            dist.all_gather_into_tensor(out, given(rank, (2 + k,)))
+            dist.all_gather_into_tensor(out, input_of(rank, (2 + k,)))
     manager.wait()
     parts = [torch.empty(2), torch.empty(3)]
     with dist.distributed_c10d._coalescing_manager():
         for k, part in enumerate(parts):
-            dist.reduce_scatter_tensor(part, given(rank, (n * (2 + k),)))
+            dist.reduce_scatter_tensor(part, input_of(rank, (n * (2 + k),)))
     return kept, outs, parts
 
 
@@ -321,9 +323,9 @@ def subgroups(rank, n):
     for members in ([0, n - 1], list(range(1, n))):
         group = dist.new_group(members)
         if rank in members:
-            x = given(rank, (4,))
+            x = input_of(rank, (4,))
             dist.all_reduce(x, group=group)
-            y = given(rank, (4,))
+            y = input_of(rank, (4,))
             dist.broadcast(y, members[-1], group=group)
             kept += [x, y, dist.get_rank(group), dist.get_process_group_ranks(group)]
     return kept
@@ -333,10 +335,10 @@ def subgroups(rank, n):
 def functional(rank, n):
     group = dist.group.WORLD
     return [
-        funcol.all_reduce(given(rank, (4,)), "sum", group).wait(),
-        funcol.all_gather_tensor(given(rank, (2, 3)), 1, group).wait(),
-        funcol.reduce_scatter_tensor(given(rank, (2, 3 * n)), "sum", 1, group).wait(),
-        funcol.all_to_all_single(given(rank, (n,)), None, None, group).wait(),
-        funcol.broadcast(given(rank, (4,)), n - 1, group).wait(),
-        *[t.wait() for t in funcol.all_reduce_coalesced([given(rank, (2,))], "max", group)],
+        funcol.all_reduce(input_of(rank, (4,)), "sum", group).wait(),
+        funcol.all_gather_tensor(input_of(rank, (2, 3)), 1, group).wait(),
+        funcol.reduce_scatter_tensor(input_of(rank, (2, 3 * n)), "sum", 1, group).wait(),
+        funcol.all_to_all_single(input_of(rank, (n,)), None, None, group).wait(),
+        funcol.broadcast(input_of(rank, (4,)), n - 1, group).wait(),
+        *[t.wait() for t in funcol.all_reduce_coalesced([input_of(rank, (2,))], "max", group)],
     ]

@@ -1,4 +1,4 @@
-"""A default group of torch's over the ranks of a forked job, see tests/forks.py."""
+"""torch's default process group over the ranks of a forked job, see tests/forks.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.forks import CALL_TIMEOUT, store
 
 @contextmanager
 def world(comm: Communicator, backend: str, name: str = "world") -> Iterator[dist.ProcessGroup]:
-    """`name` tells groups of one job apart: gloo takes no store twice."""
+    """`name` must differ between the groups of one job, since gloo cannot use a store twice."""
     dist.init_process_group(
         backend,
         store=dist.PrefixStore(f"{name}/{backend}", store()),
@@ -23,5 +23,5 @@ def world(comm: Communicator, backend: str, name: str = "world") -> Iterator[dis
         timeout=timedelta(seconds=CALL_TIMEOUT),
     )
     yield dist.group.WORLD
-    dist.barrier()  # gloo's ranks must not leave before all have what they sent
+    dist.barrier()  # gloo's ranks must not leave before the others have received everything
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Every call of torch.distributed leaves behind what it leaves over gloo, to the last bit."""
+"""Every call of torch.distributed gives the same bits over ringdp's backend as over gloo."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def outcome(case: Any, rank: int, n: int) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Without tensors, which do not pass through a pipe as bits."""
+    """Without tensors, which would not pass through a pipe unchanged."""
     if isinstance(value, Tensor):
         bits = value.contiguous().view(-1)
         numbers = torch.view_as_real(bits) if bits.is_complex() else bits
@@ -49,8 +49,8 @@ def plain(value: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def said(forks):
-    """By (n, backend, name): what the ranks are left with."""
+def results_of_calls(forks):
+    """(n, backend, name) -> what the call left on each rank."""
     found: dict[tuple[int, str, str], list[Any]] = {}
     for n in N:
         for ended in forks(n, outcomes):
@@ -62,15 +62,15 @@ def said(forks):
 
 @pytest.mark.parametrize("n", N)
 @pytest.mark.parametrize("name", CASES)
-def test_it_is_as_over_gloo(said, n, name):
-    theirs, ours = said[n, "gloo", name], said[n, "ringdp", name]
+def test_results_equal_those_over_gloo(results_of_calls, n, name):
+    theirs, ours = results_of_calls[n, "gloo", name], results_of_calls[n, "ringdp", name]
     assert len(ours) == n
-    if not any(isinstance(value, str) for value in theirs):  # gloo does not refuse it
+    if not any(isinstance(value, str) for value in theirs):  # gloo supports the call
         assert ours == theirs
 
 
-def more(comm: Communicator, report: Report) -> None:
-    """What gloo gets wrong, or refuses."""
+def calls_beyond_gloo(comm: Communicator, report: Report) -> None:
+    """Calls that gloo refuses or gets wrong."""
     n, rank = comm.size, comm.rank
     with world(comm, "ringdp") as group:
         x, y = torch.zeros(4, 6), torch.zeros(6, n * 2)
@@ -113,13 +113,13 @@ def more(comm: Communicator, report: Report) -> None:
     report("done")
 
 
-def test_it_takes_more_than_gloo(forks):
-    assert [ended.reported for ended in forks(3, more)] == [["done"]] * 3
+def test_calls_beyond_gloos_work(forks):
+    assert [ended.reported for ended in forks(3, calls_beyond_gloo)] == [["done"]] * 3
 
 
-def refuses(comm: Communicator, report: Report) -> None:
-    """Where lists are given that are not one tensor for each rank, of its size, nothing moves;
-    split sizes on some ranks alone are another collective."""
+def refuse_wrong_lists(comm: Communicator, report: Report) -> None:
+    """Lists that do not hold one tensor of the right size per rank are refused before data moves.
+    Split sizes on some ranks only are a mismatch."""
     with world(comm, "ringdp"):
         part, lists = torch.full((2,), float(comm.rank)), [torch.zeros(2) for _ in range(comm.size)]
         for wrong in ([part[:1], torch.zeros(3)], list(part) * 2, [part], [part] * 3):
@@ -137,13 +137,13 @@ def refuses(comm: Communicator, report: Report) -> None:
         report([t.tolist() for t in lists])
 
 
-def test_lists_of_other_sizes_than_the_ranks_have_are_refused(forks):
-    first, second = forks(2, refuses)
+def test_lists_of_wrong_sizes_are_refused(forks):
+    first, second = forks(2, refuse_wrong_lists)
     assert first.reported == [[[0.0, 0.0], [1.0, 1.0]]]
     assert second.reported == [[[0.0, 0.0], [0.0, 0.0]]]
 
 
-def test_a_sum_of_integers_is_divided_once():
+def test_finishing_an_integer_average_twice_divides_once():
     total = torch.tensor([7, -7])
     finish = average(total, 2)
     for _ in range(2):
@@ -151,7 +151,7 @@ def test_a_sum_of_integers_is_divided_once():
     assert total.tolist() == [3, -3]
 
 
-def test_parts_come_home_again_for_who_waits_again_after_an_interrupt():
+def test_finishing_twice_copies_the_parts_back_again():
     parts = [torch.zeros(2, 3).t(), torch.zeros(0), torch.zeros(3)]
     whole, finish = output_buffer(parts)
     assert finish is not None

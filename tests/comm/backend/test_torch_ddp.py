@@ -1,5 +1,5 @@
-"""What torch's DDP does around its collectives works over the backend as over gloo: join, hooks
-that communicate in a future's callback, torch.compile, and the profiler."""
+"""torch's own DDP over the backend: join, communication hooks with futures, torch.compile and the
+profiler give what they give over gloo."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def backwards(model: nn.Module, rank: int, times: int) -> list[float]:
 
 
 def joined(rank: int) -> list[float]:
-    """Rank 1 has more to train on; the average is that of those who still take part."""
+    """Rank 1 has more batches; gradients are averaged over the ranks still taking part."""
     model = DistributedDataParallel(net())
     with model.join(divide_by_initial_world_size=False):
         return backwards(model, rank, 2 + 2 * rank)
 
 
 def power_sgd(rank: int) -> list[float]:
-    """Its second all_reduce is issued, and waited for, in the callback of the first one."""
+    """The hook issues its second all_reduce, and waits for it, in a callback of the first."""
     model = DistributedDataParallel(net())
     state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.1)
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
@@ -65,13 +65,13 @@ def compressed_in_cpp(rank: int) -> list[float]:
 
 
 def in_a_callback(rank: int) -> list[float]:
-    """As that does, where the first one has not ended when the callback is added."""
+    """Like power_sgd, but the first all_reduce has not completed when the callback is added."""
     if rank == 1:
         dist.recv(torch.zeros(1), 0)
     first = dist.all_reduce(torch.ones(3), async_op=True).get_future()
 
     def again(future: torch.futures.Future[list[Tensor]]) -> Tensor:
-        time.sleep(0.05 * rank)  # it is not over on rank 0 when its future is asked for
+        time.sleep(0.05 * rank)  # still in progress on rank 0 when its future is requested
         return dist.all_reduce(future.value()[0], async_op=True).get_future().wait()[0]
 
     second = first.then(again)
@@ -81,7 +81,7 @@ def in_a_callback(rank: int) -> list[float]:
 
 
 def compiled(rank: int) -> list[float]:
-    """DDP's own forward is compiled, and rebuilds its buckets from C++ within it."""
+    """DDP's forward is compiled, and rebuilds its buckets from C++ inside it."""
     model = torch.compile(DistributedDataParallel(net()), backend="eager")
     return backwards(model, rank, 3)
 
@@ -89,7 +89,7 @@ def compiled(rank: int) -> list[float]:
 CASES = {f.__name__: f for f in (joined, power_sgd, compressed_in_cpp, in_a_callback, compiled)}
 
 
-def both(comm: Communicator, report: Report) -> None:
+def run_over_both_backends(comm: Communicator, report: Report) -> None:
     for backend in ("gloo", "ringdp"):
         with world(comm, backend):
             for name, case in CASES.items():
@@ -97,8 +97,8 @@ def both(comm: Communicator, report: Report) -> None:
                 report((backend, name, case(comm.rank)))
 
 
-def test_it_does_what_it_does_over_gloo(forks):
-    for ended in forks(2, both):
+def test_ddp_features_equal_those_over_gloo(forks):
+    for ended in forks(2, run_over_both_backends):
         assert ended.code == 0
         found = {(backend, name): values for backend, name, values in ended.reported}
         for name in CASES:
@@ -106,7 +106,7 @@ def test_it_does_what_it_does_over_gloo(forks):
             assert any(found["ringdp", name])
 
 
-def profiled(comm: Communicator, report: Report) -> None:
+def train_with_profiler(comm: Communicator, report: Report) -> None:
     model, steps = net(), 3
     with world(comm, "ringdp"):
         ddp = DistributedDataParallel(copy.deepcopy(model))
@@ -118,7 +118,7 @@ def profiled(comm: Communicator, report: Report) -> None:
 
 
 def test_the_profiler_sees_collectives(forks):
-    for ended in forks(2, profiled):
+    for ended in forks(2, train_with_profiler):
         ((seen, steps),) = ended.reported
         assert seen == steps
 
@@ -139,12 +139,12 @@ def stepped(model: nn.Module, rank: int) -> Tensor:
     return model.module.weight.grad
 
 
-def at_home(comm: Communicator, report: Report) -> None:
+def check_buckets_in_arena(comm: Communicator, report: Report) -> None:
     for backend in ("gloo", "ringdp"):
         with world(comm, backend) as group:
             model = wide()
             places = []
-            for _ in range(3):  # the second one has the buckets that stay
+            for _ in range(3):  # the buckets are rebuilt once, after the first step
                 grad = stepped(model, comm.rank)
                 places.append(grad.data_ptr())
                 report((backend, grad.sum().item(), backend == "gloo" or lies_shared(group, grad)))
@@ -152,17 +152,17 @@ def at_home(comm: Communicator, report: Report) -> None:
 
 
 @pytest.mark.skipif(not SWAPS, reason="this torch cannot move a storage")
-def test_buckets_lie_where_peers_read_them(forks):
-    for ended in forks(2, at_home):
+def test_buckets_lie_in_the_arena(forks):
+    for ended in forks(2, check_buckets_in_arena):
         assert ended.code == 0
         numbers = {
             b: [n for backend, n, _ in ended.reported if backend == b] for b in ("gloo", "ringdp")
         }
         assert numbers["ringdp"] == numbers["gloo"]
-        assert all(home for _, _, home in ended.reported)
+        assert all(in_arena for _, _, in_arena in ended.reported)
 
 
-def elsewhere(comm: Communicator, report: Report) -> None:
+def reduce_tensor_seen_by_numpy(comm: Communicator, report: Report) -> None:
     mine = torch.zeros(1 << 18)
     seen = mine.numpy()
 
@@ -178,6 +178,6 @@ def elsewhere(comm: Communicator, report: Report) -> None:
         report((lies_shared(group, mine), float(seen[0])))
 
 
-def test_what_a_user_has_seen_stays_where_it_is(forks):
-    for ended in forks(2, elsewhere):
+def test_a_tensor_with_a_numpy_view_is_not_moved(forks):
+    for ended in forks(2, reduce_tensor_seen_by_numpy):
         assert (ended.code, ended.reported) == (0, [(False, 4.0)])

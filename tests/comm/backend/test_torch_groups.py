@@ -1,4 +1,5 @@
-"""Groups of torch's over the backend: made, split, failed, ended, and made again."""
+"""torch's process groups over the backend: creation, splitting, failures, destruction,
+re-creation."""
 
 from __future__ import annotations
 
@@ -30,30 +31,30 @@ def summed(group: dist.ProcessGroup | None = None) -> float:
     return x[0].item()
 
 
-def again(comm: Communicator, report: Report) -> None:
-    """In one store: the one that torchrun keeps for all starts of a job."""
+def create_groups_again(comm: Communicator, report: Report) -> None:
+    """All groups use one store, as torchrun keeps for all restarts of a job."""
     for _ in range(3):
         dist.init_process_group("ringdp")
         report(summed())
         dist.destroy_process_group()
     dist.init_process_group("cpu:ringdp,cuda:ringdp")
     report(summed())
-    comm.barrier()  # both have their sum: who waits for it would hear of the abort there
+    comm.barrier()  # both have their sum; a rank that still waited could notice the abort there
     if comm.rank == 0:
         with pytest.raises(PeerLost, match="rank 1 has aborted") as caught:
             dist.barrier()
-        assert isinstance(caught.value, RuntimeError)  # which scripts catch
+        assert isinstance(caught.value, RuntimeError)  # scripts catch RuntimeError
     dist.distributed_c10d._abort_process_group()
     dist.init_process_group("ringdp")
     report(summed())
     dist.destroy_process_group()
 
 
-def test_a_group_is_made_again_in_the_same_store_and_after_a_failure(forks):
-    assert [ended.reported for ended in forks(2, again)] == [[2.0] * 5] * 2
+def test_groups_can_be_created_again_in_the_same_store(forks):
+    assert [ended.reported for ended in forks(2, create_groups_again)] == [[2.0] * 5] * 2
 
 
-def parts(comm: Communicator, report: Report) -> None:
+def use_subgroups(comm: Communicator, report: Report) -> None:
     with world(comm, "ringdp") as everybody:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
         report([summed(mesh["rows"].get_group()), summed(mesh["columns"].get_group())])
@@ -74,32 +75,32 @@ def parts(comm: Communicator, report: Report) -> None:
         half.shutdown()
 
 
-def test_parts_of_a_group(forks):
-    said = [ended.reported for ended in forks(4, parts)]
-    assert said == [[[2.0, 2.0], 3.0]] * 3 + [[[2.0, 2.0], 0]]
+def test_meshes_split_groups_and_subgroups(forks):
+    reported = [ended.reported for ended in forks(4, use_subgroups)]
+    assert reported == [[[2.0, 2.0], 3.0]] * 3 + [[[2.0, 2.0], 0]]
 
 
-def devices(comm: Communicator, report: Report) -> None:
+def report_devices(comm: Communicator, report: Report) -> None:
     with world(comm, "ringdp") as group:
         report([d.type for d in group._device_types])
         report([d.type for d in dist.ProcessGroup._device_types.fget(group)])
         assert group.get_backend(torch.device("cpu")) is group
 
 
-def test_a_group_names_devices_to_python_alone(forks):
-    """torch's C++ would look for a backend of its own for each, to attach hooks to."""
-    assert forks(1, devices)[0].reported == [["cpu", "cuda"], []]
+def test_a_group_lists_its_devices_for_python_only(forks):
+    """torch's C++ would look for a backend per device, to attach hooks to."""
+    assert forks(1, report_devices)[0].reported == [["cpu", "cuda"], []]
 
 
-def futures(comm: Communicator, report: Report) -> None:
+def use_futures(comm: Communicator, report: Report) -> None:
     with world(comm, "ringdp") as group:
         x = torch.full((100_000,), comm.rank + 1.0)
         doubled = dist.all_reduce(x, async_op=True).get_future().then(lambda f: 2 * f.value()[0][0])
-        parts = [torch.empty(2) for _ in range(comm.size)]
-        work = dist.all_gather(parts, torch.full((2,), float(comm.rank)), async_op=True)
+        use_subgroups = [torch.empty(2) for _ in range(comm.size)]
+        work = dist.all_gather(use_subgroups, torch.full((2,), float(comm.rank)), async_op=True)
         gathered = work.get_future().wait()
         assert [p.tolist() for p in gathered] == [[0.0] * 2, [1.0] * 2]
-        assert gathered is not parts
+        assert gathered is not use_subgroups
         assert work.is_completed()
         assert work.is_success()
         assert work.exception() is None
@@ -122,12 +123,12 @@ def futures(comm: Communicator, report: Report) -> None:
         assert y.tolist() == [2.0, 2.0]
 
 
-def test_futures_and_coalesced_works(forks):
-    assert [ended.reported for ended in forks(2, futures)] == [[6.0, 5.0]] * 2
+def test_futures_and_coalescing_work(forks):
+    assert [ended.reported for ended in forks(2, use_futures)] == [[6.0, 5.0]] * 2
 
 
-class Slow(Work):
-    """Takes 20 ms, and keeps how long it might have taken."""
+class SlowWork(Work):
+    """Takes 20 ms, and records its timeout."""
 
     def __init__(self) -> None:
         self.limit: float | None = None
@@ -137,16 +138,16 @@ class Slow(Work):
         time.sleep(0.02)
 
 
-def test_a_limit_is_one_for_several_works_together():
-    first, second = works = Slow(), Slow()
+def test_coalesced_works_share_one_timeout():
+    first, second = works = SlowWork(), SlowWork()
     GroupWork(works, (), (), 60.0, None).wait()
     assert second.limit <= first.limit - 0.02 < 60
 
 
-def fails(comm: Communicator, report: Report, how: str) -> None:
+def fail(comm: Communicator, report: Report, how: str) -> None:
     dist.init_process_group("ringdp", timeout=timedelta(seconds=CALL_TIMEOUT))
     dist.barrier()
-    comm.barrier()  # both are out of the other one
+    comm.barrier()  # both have left the first group's barrier
     if how == "dies" and comm.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     work = dist.all_reduce(torch.ones(3 + comm.rank * (how == "differs")), async_op=True)
@@ -168,14 +169,14 @@ FAILURES = {"differs": CollectiveMismatch, "dies": PeerLost}
 
 @pytest.mark.parametrize("how", FAILURES)
 def test_an_error_is_raised_by_wait_and_by_the_future(forks, how):
-    first, second = forks(2, fails, how)
+    first, second = forks(2, fail, how)
     assert first.code == 0
     assert "test_torch_groups.py" in first.reported[0]  # the user's line
     assert second.code == (0 if how == "differs" else -signal.SIGKILL)
 
 
-def late(comm: Communicator, report: Report) -> None:
-    """Rank 1 does not call what rank 0 waits for."""
+def call_late(comm: Communicator, report: Report) -> None:
+    """Rank 1 does not make the calls that rank 0 waits for."""
     talk = store()
     short = timedelta(milliseconds=30)
     calls = {
@@ -195,11 +196,11 @@ def late(comm: Communicator, report: Report) -> None:
     report("done")
 
 
-def test_a_late_rank_is_named_when_the_time_is_over(forks):
-    assert [ended.reported for ended in forks(2, late)] == [["done"]] * 2
+def test_a_late_rank_is_named_after_the_timeout(forks):
+    assert [ended.reported for ended in forks(2, call_late)] == [["done"]] * 2
 
 
-def elsewhere(comm: Communicator, report: Report) -> None:
+def init_on_two_hosts(comm: Communicator, report: Report) -> None:
     here = rendezvous.host()
     rendezvous.host = lambda: f"host{comm.rank} {comm.rank}"
     try:
@@ -209,8 +210,8 @@ def elsewhere(comm: Communicator, report: Report) -> None:
     rendezvous.host = lambda: here
 
 
-def test_hosts_that_are_not_one_are_told(forks):
-    first, second = forks(2, elsewhere)
+def test_ranks_on_two_hosts_are_refused_with_an_alternative(forks):
+    first, second = forks(2, init_on_two_hosts)
     assert first.reported[0].startswith("rank 0 is on host host0, rank 1 on host1: ")
     assert second.reported[0].startswith("rank 1 is on host host1, rank 0 on host0: ")
     assert "gloo" in first.reported[0]
@@ -223,14 +224,14 @@ def started_by_torch(rank: int, path: str) -> None:
     dist.destroy_process_group()
 
 
-def test_processes_that_torch_starts(tmp_path):
+def test_processes_started_by_torch_can_use_the_backend(tmp_path):
     path = str(tmp_path / "store")
     started = processes.start_processes(
         started_by_torch, (path,), nprocs=2, join=False, start_method="forkserver"
     )
     until = time.monotonic() + 600
     try:
-        while not started.join(until - time.monotonic()):  # whether all have ended
+        while not started.join(until - time.monotonic()):  # true once all have ended
             assert time.monotonic() < until, "they hang"
     finally:
         for process in started.processes:

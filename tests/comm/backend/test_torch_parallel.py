@@ -1,4 +1,4 @@
-"""torch's tensor, pipeline and context parallelism, and its checkpoints, over the backend."""
+"""torch's tensor, pipeline and context parallelism and its checkpoints work over the backend."""
 
 from __future__ import annotations
 
@@ -112,7 +112,8 @@ def test_pipeline_parallel(forks):
 
 
 class RingAttention(torch.autograd.Function):
-    """torch's ring with the CPU's attention, which its context manager does not replace."""
+    """torch's ring attention with the CPU's attention kernel, which its context manager does not
+    support."""
 
     @staticmethod
     def forward(ctx, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -134,7 +135,7 @@ class RingAttention(torch.autograd.Function):
         )  # fmt: skip
 
 
-def context(comm: Communicator, report: Report) -> None:
+def context_parallel_attention(comm: Communicator, report: Report) -> None:
     _cp_options.enable_load_balance = False
     shape = 2, 2, 8 * comm.size, 4  # [batch, heads, time, width]
     torch.manual_seed(0)
@@ -156,11 +157,11 @@ def context(comm: Communicator, report: Report) -> None:
 
 
 def test_context_parallel(forks):
-    assert [ended.reported for ended in forks(2, context)] == [["done"]] * 2
+    assert [ended.reported for ended in forks(2, context_parallel_attention)] == [["done"]] * 2
 
 
-def trained(comm: Communicator, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """After one step of AdamW, sharded over the group."""
+def train_one_step(comm: Communicator, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """After one step of AdamW on a model sharded over the group."""
     net = fully_shard(mlp(seed), mesh=init_device_mesh("cpu", (comm.size,)))
     optimizer = torch.optim.AdamW(net.parameters())
     torch.manual_seed(7)
@@ -179,7 +180,7 @@ def values(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[float]
 
 def save(comm: Communicator, report: Report, path: str) -> None:
     with world(comm, "ringdp"):
-        net, optimizer = trained(comm, seed=1)
+        net, optimizer = train_one_step(comm, seed=1)
         model, state = get_state_dict(net, optimizer)
         checkpoint.save({"model": model, "optimizer": state}, checkpoint_id=path)
         report(values(net, optimizer))
@@ -187,7 +188,7 @@ def save(comm: Communicator, report: Report, path: str) -> None:
 
 def load(comm: Communicator, report: Report, path: str) -> None:
     with world(comm, "ringdp"):
-        net, optimizer = trained(comm, seed=2)
+        net, optimizer = train_one_step(comm, seed=2)
         model, state = get_state_dict(net, optimizer)
         checkpoint.load({"model": model, "optimizer": state}, checkpoint_id=path)
         set_state_dict(net, optimizer, model_state_dict=model, optim_state_dict=state)

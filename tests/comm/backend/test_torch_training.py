@@ -1,4 +1,4 @@
-"""torch's own DDP and FSDP2 over the backend have the losses they have over gloo, bit for bit."""
+"""torch's own DDP and FSDP2 have the same losses over the backend as over gloo, bit for bit."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def fsdp2_mixed(model: gpt.GPT) -> nn.Module:
 
 
 def fsdp2_allocated(model: gpt.GPT) -> nn.Module:
-    """What is gathered and reduced lies in the group's memory."""
+    """Allocates what is gathered and reduced from the group's memory."""
     net = fsdp2(model)
     for module in net.modules():
         if hasattr(module, "set_allocate_memory_from_process_group_for_comm"):
@@ -81,7 +81,9 @@ def train(comm: Communicator, report: Report, names: list[str]) -> None:
                 report((backend, name, losses(globals()[name], comm.rank)))
 
 
-def trained(forks, n: int, names: list[str]) -> dict[tuple[str, str], list[list[float]]]:
+def train_over_both_backends(
+    forks, n: int, names: list[str]
+) -> dict[tuple[str, str], list[list[float]]]:
     found: dict[tuple[str, str], list[list[float]]] = {}
     for ended in forks(n, train, names):
         assert ended.code == 0
@@ -90,17 +92,17 @@ def trained(forks, n: int, names: list[str]) -> dict[tuple[str, str], list[list[
     return found
 
 
-def test_ddp(forks):
+def test_ddp_has_gloos_losses(forks):
     names = ["ddp", "ddp_unused", "ddp_sparse"]
-    found = trained(forks, 2, names)
+    found = train_over_both_backends(forks, 2, names)
     for name in names:
         assert found["ringdp", name] == found["gloo", name]
     first, *_, last = found["ringdp", "ddp"][0]
     assert last < first
 
 
-def test_fsdp2(forks):
-    found = trained(forks, 2, ["fsdp2", "fsdp2_mixed", "fsdp2_allocated", "ddp"])
+def test_fsdp2_has_gloos_losses(forks):
+    found = train_over_both_backends(forks, 2, ["fsdp2", "fsdp2_mixed", "fsdp2_allocated", "ddp"])
     assert found["ringdp", "fsdp2"] == found["gloo", "fsdp2"] == found["ringdp", "ddp"]
     assert found["ringdp", "fsdp2_mixed"] == found["gloo", "fsdp2_mixed"]
     assert found["ringdp", "fsdp2_allocated"] == found["gloo", "fsdp2"]
