@@ -35,7 +35,7 @@ MAY = {
     "transport": {"schedule", "kernels", "errors", "_core"},
     "comm": {"schedule", "transport", "tape", "errors"},
     "parallel": {"comm", "kernels", "tape", "errors"},
-    "cli": {"schedule", "transport", "comm", "parallel", "kernels", "tape", "errors", ""},
+    "cli": {"schedule", "transport", "comm", "parallel", "kernels", "tape", "errors", "", "_core"},
     "": {"comm", "parallel", "errors"},
 }
 # Package -> the third-party packages that it may import, besides the standard library.
