@@ -91,7 +91,7 @@ class FlatBucket:
     def start(self) -> Callable[[], object]:
         """Start the reduction. Returns a function that waits for it."""
         flat = torch.view_as_real(self.flat) if self.flat.is_complex() else self.flat
-        return all_reduce(self.comm, flat, tag=self.index).wait
+        return all_reduce(self.comm, flat, tag=self.index)
 
     def tensor(self) -> Tensor:
         """The gradients, for a communication hook."""

@@ -26,7 +26,6 @@ from torch._C._distributed_c10d import GradBucket as _TorchsBucket
 from ringdp.errors import ModelError, UsageError
 from ringdp.parallel.ddp.bucket import Bucket
 from ringdp.parallel.ddp.profiling import all_reduce
-from ringdp.parallel.ddp.runtime_log import RuntimeLog
 
 EMPTY = inspect.Signature.empty
 CONTRACT = {
@@ -43,17 +42,19 @@ class NotAHook(UsageError, TypeError):
         super().__init__(f"Communication hook must be callable; this one is {given!r}")
 
 
-def check(hook: Any, runtime_log: RuntimeLog) -> None:
-    """Raise NotAHook, or UsageError if its annotations differ from the contract."""
+def fault(hook: Any) -> UsageError | None:
+    """NotAHook, or another error if its annotations differ from the contract."""
     if not callable(hook):
-        raise runtime_log.failed(NotAHook(hook))
+        return NotAHook(hook)
     signature = inspect.signature(hook)
     bucket = signature.parameters.get("bucket")
     said = (bucket.annotation if bucket else EMPTY, signature.return_annotation)
     for (what, (right, name)), found in zip(CONTRACT.items(), said, strict=True):
         if not isinstance(found, str) and found not in (EMPTY, right):
-            why = f"Communication hook: {what} annotation should be {name}. This one's is {found}"
-            raise runtime_log.failed(UsageError(why))
+            return UsageError(
+                f"Communication hook: {what} annotation should be {name}. This one's is {found}"
+            )
+    return None
 
 
 class GradBucket:
@@ -134,10 +135,10 @@ class BuiltIn(NamedTuple):
         low = gradients.to(self.dtype)
         if not self.divides_sum:
             low.div_(ranks)
-        work = all_reduce(bucket.comm, low, tag=bucket.index)
+        wait = all_reduce(bucket.comm, low, tag=bucket.index)
 
         def finish() -> None:
-            work.wait()
+            wait()
             bucket.store(low.div_(ranks) if self.divides_sum else low)
 
         return finish

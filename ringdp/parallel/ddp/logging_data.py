@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ringdp.comm import Communicator
 from ringdp.parallel.ddp import profiling
-from ringdp.parallel.ddp.reducer import Reducer
+from ringdp.parallel.ddp.module import Replica
+from ringdp.parallel.sync_batchnorm import SyncBatchNorm
 
 ENVIRONMENT = {
     "master_port": "MASTER_PORT",
@@ -28,21 +30,29 @@ GLOO = {
     "gloo_device_transport": "GLOO_DEVICE_TRANSPORT",
 }
 NAMES = {torch.float32: "float", torch.float64: "double"}  # those of C++
+SYNCED = (SyncBatchNorm, nn.SyncBatchNorm)
 
 
-def facts(reducer: Reducer) -> dict[str, Any]:
-    settings, parameters = reducer.settings, [t.parameter for t in reducer.parameters]
+def facts(net: Replica) -> dict[str, Any]:
+    reducer, settings = net.reducer, net.settings
+    group: Any = None if isinstance(net._group, Communicator) else net._group
+    parameters = [t.parameter for t in reducer.parameters]
     sizes = [p.nbytes for p in parameters]
-    first, last = reducer.layouts[0], reducer.layouts[-1]
     dtypes = {NAMES.get(p.dtype, str(p.dtype).removeprefix("torch.")) for p in parameters}
     told = {
         "world_size": reducer.comm.size,
         "rank": reducer.comm.rank,
+        "module_name": type(net.module).__name__,
+        "device_ids": ", ".join(map(str, net.device_ids or ())),
+        "output_device": -1 if net.output_device is None else net.output_device,
+        "broadcast_buffers": int(net.forward_sync_buffers),
+        "has_sync_bn": int(any(isinstance(m, SYNCED) for m in net.module.modules())),
+        "join_uneven_inputs": int((net._uneven or net._authoritative_rank) is not None),
         "dtypes": ", ".join(sorted(dtypes)),
         "num_parameter_tensors": len(parameters),
         "total_parameter_size_bytes": sum(sizes),
         "bucket_cap_bytes": settings.caps[-1],
-        "bucket_sizes": _sizes(first, sizes),
+        "bucket_sizes": _sizes(reducer.layouts[0], sizes),
         "find_unused_parameters": int(settings.find_unused_parameters),
         "static_graph": int(settings.static_graph),
         "gradient_as_bucket_view": int(settings.gradient_as_bucket_view),
@@ -50,27 +60,22 @@ def facts(reducer: Reducer) -> dict[str, Any]:
         "num_buckets_reduced": reducer.started,
         "unused_parameter_size": sum(sizes[i] for i in reducer.unused or ()),
         "has_rebuilt_buckets": int(reducer.rebuilt),
+        "backend_name": profiling.backend(group),  # which torch's class would use
+        **{key: os.environ.get(name, "N/A") for key, name in ENVIRONMENT.items()},
+        **reducer.runtime_log.facts,
     }
     if reducer.rebuilt:
-        told["rebuilt_bucket_sizes"] = _sizes(last, sizes)
+        rebuilt = reducer.layouts[-1]
+        told["rebuilt_bucket_sizes"] = _sizes(rebuilt, sizes)
         told["rebuilt_per_bucket_param_indices"] = ", ".join(
-            " ".join(map(str, members)) for members in last
+            " ".join(map(str, members)) for members in rebuilt
         )
     if reducer.hook:
         told["comm_hook"] = reducer.hook.name
-    told |= {key: os.environ.get(name, "N/A") for key, name in ENVIRONMENT.items()}
-    return told | reducer.runtime_log.facts
-
-
-def backend(group: Any) -> dict[str, Any]:
-    """The backend of the torch.distributed group, if any, which torch's class would use."""
-    group = None if isinstance(group, Communicator) else group
-    told: dict[str, Any] = {"backend_name": profiling.backend(group)}
     if told["backend_name"] == "gloo":
-        of_group: Any = group or dist.group.WORLD
-        options = of_group._get_backend(torch.device("cpu")).options
         told |= {key: os.environ.get(name, "N/A") for key, name in GLOO.items()}
-        told["gloo_num_threads"] = options._threads
+        gloo: Any = group or dist.group.WORLD
+        told["gloo_num_threads"] = gloo._get_backend(torch.device("cpu")).options._threads
     return told
 
 

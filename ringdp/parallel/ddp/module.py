@@ -327,7 +327,8 @@ class Replica(nn.Module, JoinableOverGroup):
 
     def register_comm_hook(self, state: object, hook: Callable[[Any, Any], Any]) -> None:
         """`hook(state, bucket)` reduces each bucket instead of the average; see `comm_hooks`."""
-        comm_hooks.check(hook, self._runtime_log)
+        if error := comm_hooks.fault(hook):
+            raise self._runtime_log.failed(error)
         self._register(comm_hooks.CommHook(state, hook))
 
     def _register(self, hook: comm_hooks.Hook) -> None:

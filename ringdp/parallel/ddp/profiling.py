@@ -10,15 +10,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import profiler
 from torch.futures import Future
 
-from ringdp.comm import Communicator, Work
+from ringdp.comm import Communicator
 from ringdp.comm.backend.works import GroupWork, Watcher
 
 
@@ -37,24 +38,11 @@ def broadcast() -> AbstractContextManager[object]:
     return span(f"{backend()}:broadcast" if profiler._is_profiler_enabled else "")
 
 
-class _Seen(NamedTuple):
-    """A profiled reduction. Waiting for it waits for its span too, since a span that ends after its
-    profiler writes to freed memory."""
-
-    work: Work
-    watcher: Watcher
-
-    def wait(self) -> None:
-        try:
-            self.work.wait()
-        finally:
-            self.watcher.join()
-
-
-def all_reduce(comm: Communicator, flat: Tensor, *, tag: int) -> Work | _Seen:
-    """Start an all_reduce. If a profiler runs, a thread ends its span when it is complete."""
+def all_reduce(comm: Communicator, flat: Tensor, *, tag: int) -> Callable[[], object]:
+    """Start an all_reduce. Returns a function that waits for it. If a profiler runs, a thread ends
+    its span when it is complete."""
     if not profiler._is_profiler_enabled:
-        return comm.all_reduce(flat, async_op=True, tag=tag)
+        return comm.all_reduce(flat, async_op=True, tag=tag).wait
     seen, watcher = profiler.record_function(f"{backend()}:all_reduce"), Watcher()
     ended: Future[Any] = Future()
     seen.__enter__()  # type: ignore[no-untyped-call]
@@ -62,4 +50,11 @@ def all_reduce(comm: Communicator, flat: Tensor, *, tag: int) -> Work | _Seen:
     seen._call_end_callbacks_on_future(ended)
     watcher.watch(GroupWork([work], [flat], [], None, None), ended)
     watcher.stop()
-    return _Seen(work, watcher)
+
+    def wait() -> None:
+        try:
+            work.wait()
+        finally:
+            watcher.join()  # a span that ends after its profiler writes to freed memory
+
+    return wait

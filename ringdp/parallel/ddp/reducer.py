@@ -309,10 +309,10 @@ class Reducer(TracedReducer):
         used = torch.ones(len(self.parameters) + 1, dtype=torch.int32)
         used[[i for i in missing if i not in self._used]] = 0
         used[-1] = len(missing) < len(self.parameters)
-        work = all_reduce(self.comm, used, tag=len(self.buckets))
+        wait = all_reduce(self.comm, used, tag=len(self.buckets))
 
         def any_came() -> bool:
-            work.wait()
+            wait()
             *self._users, came = used.tolist()
             return bool(came)
 

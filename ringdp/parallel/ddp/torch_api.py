@@ -22,9 +22,6 @@ from ringdp.errors import ModelError, UsageError
 from ringdp.parallel import replicas
 from ringdp.parallel.ddp import arguments, comm_hooks, logging_data
 from ringdp.parallel.ddp.module import Replica
-from ringdp.parallel.sync_batchnorm import SyncBatchNorm
-
-SYNCED = (SyncBatchNorm, nn.SyncBatchNorm)
 
 
 class DistributedDataParallel(Replica):
@@ -132,16 +129,7 @@ class DistributedDataParallel(Replica):
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """See `logging_data`."""
-        return {
-            "module_name": type(self.module).__name__,
-            "device_ids": ", ".join(map(str, self.device_ids or ())),
-            "output_device": -1 if self.output_device is None else self.output_device,
-            "broadcast_buffers": int(self.forward_sync_buffers),
-            "has_sync_bn": int(any(isinstance(m, SYNCED) for m in self.module.modules())),
-            "join_uneven_inputs": int((self._uneven or self._authoritative_rank) is not None),
-            **logging_data.backend(self._group),
-            **logging_data.facts(self.reducer),
-        }
+        return logging_data.facts(self)
 
     def _register_fused_optim(
         self,
