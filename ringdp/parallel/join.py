@@ -20,7 +20,6 @@ class JoinableOverGroup(Joinable):
 
     comm: Communicator
     _group: Any  # as given
-    _advice: str  # what to pass instead of a communicator
 
     @property
     def process_group(self) -> Any:
@@ -36,7 +35,8 @@ class JoinableOverGroup(Joinable):
         if isinstance(self.process_group, Communicator):
             raise UsageError(
                 f"process_group is {self.process_group!r}; torch's Join counts ranks over a "
-                f"torch.distributed group: give {self._advice}"
+                "torch.distributed group: give the optimizer and the model such a one, or use the "
+                "model's own join()"
             )
         return self.process_group
 

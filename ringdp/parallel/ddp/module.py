@@ -38,8 +38,6 @@ ALONE = _JoinConfig(False, False, False)  # outside any join
 class Replica(nn.Module, JoinableOverGroup):
     """A rank's replica of a model, whose gradients are averaged over all ranks in backward."""
 
-    _advice = "the model such a one, or use its own join()"
-
     def __init__(
         self,
         module: nn.Module,

@@ -45,8 +45,6 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, JoinableOverGroup):
     Gradients must be equal on all ranks, as they are after DDP's backward.
     """
 
-    _advice = "the optimizer and model such a one"
-
     def __init__(
         self,
         params: Iterable[Any],
