@@ -14,7 +14,6 @@ mixed precision's.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,7 +26,6 @@ from ringdp.errors import ModelError, UsageError
 from ringdp.parallel.ddp.bucket import Bucket
 from ringdp.parallel.ddp.profiling import all_reduce
 
-EMPTY = inspect.Signature.empty
 CONTRACT = {
     "bucket": (_TorchsBucket, "dist.GradBucket"),
     "return": (torch.futures.Future[Tensor], "torch.futures.Future[torch.Tensor]"),
@@ -46,11 +44,10 @@ def fault(hook: Any) -> UsageError | None:
     """NotAHook, or another error if its annotations differ from the contract."""
     if not callable(hook):
         return NotAHook(hook)
-    signature = inspect.signature(hook)
-    bucket = signature.parameters.get("bucket")
-    said = (bucket.annotation if bucket else EMPTY, signature.return_annotation)
-    for (what, (right, name)), found in zip(CONTRACT.items(), said, strict=True):
-        if not isinstance(found, str) and found not in (EMPTY, right):
+    annotations = getattr(hook, "__annotations__", {})
+    for what, (right, name) in CONTRACT.items():
+        found = annotations.get(what, right)
+        if not isinstance(found, str) and found != right:
             return UsageError(
                 f"Communication hook: {what} annotation should be {name}. This one's is {found}"
             )

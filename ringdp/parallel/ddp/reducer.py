@@ -243,9 +243,6 @@ class Reducer(TracedReducer):
             flight = self.hook.start(bucket, last=last) if self.hook else bucket.start()
         except CommunicationError as error:
             flight = raiser(error)
-        except ModelError as error:
-            self.runtime_log.failed(error)
-            raise
         self.flights.append(flight)
 
     def end_later(self) -> None:
@@ -258,7 +255,8 @@ class Reducer(TracedReducer):
     def _end(self) -> None:
         self.runtime_log.mark(GRADIENTS)
         with span("search_unused_parameters") if self.settings.seeks_unused else nullcontext():
-            missing = [i for i in range(len(self.parameters)) if self._lacks(i)]
+            members = range(len(self.parameters)) if self.settings.has_unused else ()
+            missing = [i for i in members if self._lacks(i)]
         if self._learning:
             for index in self._order:
                 self._ready(index)

@@ -9,7 +9,7 @@ Left out: what is for GPUs only (`to_kwargs`, `scatter`, `gather`), and torch's 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -135,7 +135,6 @@ class DistributedDataParallel(Replica):
         self,
         optim: type[torch.optim.Optimizer],
         *args: Any,
-        optim_params: Iterable[nn.Parameter] | None = None,
         **kwargs: Any,
     ) -> None:
         """Register a hook that steps an `optim(params, *args, **kwargs)` on each bucket once it is
@@ -146,10 +145,7 @@ class DistributedDataParallel(Replica):
                 f"_register_fused_optim reduces over torch's default group; this one is over "
                 f"{self.process_group}: make the default group, and give no process_group"
             )
-        from torch.distributed.algorithms import _optimizer_overlap as overlap  # compiles scripts
-
-        make: Any = overlap._as_overlapped_optim  # type: ignore[attr-defined]
-        make(optim, optim_params, *args, **kwargs).register_ddp(self)
+        _Torchs._register_fused_optim(self, optim, *args, **kwargs)  # type: ignore[arg-type]
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         """Time every `sample_rate`-th iteration beyond the tenth. See `runtime_log`."""
