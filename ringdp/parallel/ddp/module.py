@@ -263,7 +263,7 @@ class Replica(nn.Module, JoinableOverGroup):
         if not enable:
             yield
             return
-        self.reducer.uneven = None
+        self.reducer.uneven = None  # a copy makes its reducer here, on all ranks
         uneven = self._uneven = UnevenInputs(
             self.comm, initial_size=divide_by_initial_world_size, throw=throw_on_early_termination
         )
@@ -275,11 +275,10 @@ class Replica(nn.Module, JoinableOverGroup):
             self._agree(uneven)
         finally:
             self._uneven, self._join_config = None, ALONE
-            self.reducer.uneven = None
 
     def join_hook(self, *, divide_by_initial_world_size: bool = True, **_: Any) -> JoinHook:
         """For torch's Join, over a torch.distributed group. `_`: arguments of other joinables."""
-        self.reducer.uneven = None
+        self.reducer.uneven = None  # a copy makes its reducer here, on all ranks
         uneven = UnevenInputs(self.comm, initial_size=divide_by_initial_world_size, throw=False)
         self._uneven = uneven
         return Shadow(

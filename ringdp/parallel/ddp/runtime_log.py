@@ -37,7 +37,7 @@ class RuntimeLog:
 
     def __init__(self) -> None:
         self.facts: dict[str, int | str] = {}
-        self.sampling = False  # in this iteration
+        self._sampling = False  # in this iteration
         self._rate = 100
         self._iterations = self._samples = 0
         self._marks: dict[str, int] = {}
@@ -61,22 +61,22 @@ class RuntimeLog:
 
     def begin(self) -> None:
         """A forward starts whose backward reduces."""
-        self.sampling = self._iterations < ALWAYS or self._iterations % self._rate == 0
+        self._sampling = self._iterations < ALWAYS or self._iterations % self._rate == 0
         self._iterations += 1
         self._marks.clear()
         self.mark(BEGUN)
 
     def mark(self, what: str) -> None:
         """Record the time, the first time in this iteration."""
-        if self.sampling:
+        if self._sampling:
             self._marks.setdefault(what, time_ns())
 
     def end(self, ready: Iterable[int]) -> None:
         """Gradients are reduced. `ready`: parameters in the order of their gradients."""
         self.mark(REDUCED)
-        if not self.sampling or not self._marks.keys() >= {BEGUN, GRADIENT, REDUCING}:
+        if not self._sampling or not self._marks.keys() >= {BEGUN, GRADIENT, REDUCING}:
             return
-        self.sampling = False
+        self._sampling = False
         spans = {
             name: max(self._marks[end] - self._marks[start], 0)
             for name, (start, end) in SPANS.items()
