@@ -56,11 +56,8 @@ class MixedPrecision:
 
     def _parameters(self) -> list[nn.Parameter]:
         """The parameters that are cast."""
-        return [
-            p
-            for name, p in self.model.named_parameters()
-            if self.dtype and name not in self.ignored and p.is_floating_point()
-        ]
+        named = self.model.named_parameters() if self.dtype else ()
+        return [p for name, p in named if name not in self.ignored and p.is_floating_point()]
 
     def restore(self, p: nn.Parameter) -> None:
         """Undo `cast_down` for one parameter, if it was cast."""
