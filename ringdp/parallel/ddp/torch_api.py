@@ -122,8 +122,9 @@ class DistributedDataParallel(Replica):
             )
             return
         if self._started:
-            why = "_set_static_graph() should be called before training loop starts"
-            raise self._runtime_log.failed(ModelError(why))
+            self._log_and_throw(
+                ModelError, "_set_static_graph() should be called before training loop starts"
+            )
         self.settings = self.settings._replace(static_graph=True)
         self._make_reducer()
 
@@ -132,10 +133,7 @@ class DistributedDataParallel(Replica):
         return logging_data.facts(self)
 
     def _register_fused_optim(
-        self,
-        optim: type[torch.optim.Optimizer],
-        *args: Any,
-        **kwargs: Any,
+        self, optim: type[torch.optim.Optimizer], *args: Any, **kwargs: Any
     ) -> None:
         """Register a hook that steps an `optim(params, *args, **kwargs)` on each bucket once it is
         reduced. As in torch, for types with a functional form, over torch's default group. Raises
