@@ -127,7 +127,6 @@ class Backwards:
         """Move it into the bucket; after the last one, reduce the unit."""
         unit, hooks = self.units[index], self._grad_hooks[index]
         if unit.computed[at].requires_grad:
-            self.reducing.check_open(unit, at)
             hooks.call_user_hooks(at)
             self.reducing.take(unit, at)
         else:  # frozen since the forward: torch calls the hook without a gradient

@@ -72,17 +72,15 @@ class Reducing:
         self._open[unit.index] = buffer
         self._turns[unit.index] = _Turn(unit, keep, accumulate, shows)
 
-    def check_open(self, unit: FlatUnit, at: int) -> None:
-        """Raise UsageError if the unit is closed, so that parameter `at` got a second gradient."""
+    def take(self, unit: FlatUnit, at: int) -> None:
+        """Move the .grad of the unit's parameter `at` into the bucket. Raises UsageError if the
+        unit is closed, so that this is a second gradient."""
         if not self.is_open(unit):
             raise UsageError(
                 f"parameter {unit.plan.entries[at].name} of unit {unit.plan.name!r} got a second "
                 "gradient in one backward, as a module does that is used twice under reentrant "
                 "checkpointing. Pass use_reentrant=False to torch.utils.checkpoint."
             )
-
-    def take(self, unit: FlatUnit, at: int) -> None:
-        """Move the .grad of the unit's parameter `at` into the bucket."""
         parameter = unit.computed[at]
         if parameter.grad is not None:  # a hook of the user's may have taken it away
             gradient, parameter.grad = parameter.grad, None
