@@ -28,7 +28,6 @@ class Accounts:
     gathering: Gathering
     reducing: Reducing
     backwards: Backwards
-    yields: bool  # see Note [gathers yield to reductions]
 
     @property
     def device(self) -> torch.device:
@@ -56,7 +55,7 @@ class Accounts:
             widths=[u.widths for u in self.units],
             limit=self.gathering.limit,
             overlap=self.reducing.overlap,
-            yields=self.yields,
+            yields=self.gathering.reducing is not None,
             per_element=per_element,
             per_parameter=per_parameter,
         )

@@ -57,24 +57,23 @@ class Engine(Accounts, Traced):
         model: nn.Module,
         stage: Stage,
         units: Sequence[FlatUnit],
-        modules: Sequence[nn.Module],
         ledger: Ledger,
         precision: Precision,
         *,
         prefetch_bytes: int | None,
         overlap: bool,
     ) -> None:
-        """`modules`: each unit's module. Collective: creates two communicators."""
+        """Collective: creates two communicators."""
         self.model, self.stage, self.units, self.ledger = model, stage, units, ledger
         self.comm = comm = ledger.comm
         of: dict[nn.Module, list[int]] = {}
-        for index, module in enumerate(modules):
-            of.setdefault(module, []).append(index)
+        for unit in units:
+            of.setdefault(unit.module, []).append(unit.index)
         self.groups = list(of.values())
         self.roots = self.groups[0]
         self.reducing = Reducing(comm.duplicate(), stage, ledger, overlap=overlap)
-        self.yields = not (comm.wired or any(u.full.is_cuda for u in units))
-        turns = self.reducing if self.yields else None
+        beside = comm.wired or any(u.full.is_cuda for u in units)
+        turns = None if beside else self.reducing
         self.gathering = Gathering(units, self.groups, comm.duplicate(), prefetch_bytes, turns)
         for each in (self.reducing.comm, self.gathering.comm):
             each.name_tags([unit.plan.name or "root" for unit in units])

@@ -92,7 +92,6 @@ def shard(
         model,
         row,
         units,
-        [f.module for f in found],
         ledger,
         precision,
         prefetch_bytes=prefetch_bytes if overlap else 0,
@@ -121,21 +120,11 @@ def _build(
     plans, at = layout(named, ledger.comm.size), places(model)
     units: list[FlatUnit] = []
     for index in reversed(range(len(found))):  # the root last: it may own a part of every module
-        parameters = [p for _, p in found[index].parameters]
-        meta.fill(model, parameters, init, ledger.comm.device)
-        for name, p in found[index].parameters:
+        spec, plan = found[index], plans[index]
+        meta.fill(model, [p for _, p in spec.parameters], init, ledger.comm.device)
+        for name, p in spec.parameters:
             resting.name(p, name)
             p.grad = None  # from stage 1 on it would have another shape than the parameter
-        units.append(
-            FlatUnit(
-                index,
-                plans[index],
-                parameters,
-                [at[p] for p in parameters],
-                stage,
-                found[index].dtypes,
-                offload,
-                ledger,
-            )
-        )
+        registered = [at[p] for _, p in spec.parameters]
+        units.append(FlatUnit(index, plan, spec, registered, stage, offload, ledger))
     return units[::-1]

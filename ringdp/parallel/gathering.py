@@ -34,8 +34,7 @@ class Gathering:
         prefetch_bytes: int | None,
         reducing: Reducing | None,
     ) -> None:
-        self.units, self.groups, self.comm = units, groups, comm
-        self._reducing = reducing
+        self.units, self.groups, self.comm, self.reducing = units, groups, comm, reducing
         self._deferred = False  # whether gathers wait for a reduction
         self._frees = any(u.freed for u in units)
         self._sizes = [u.bytes if u.freed else 0 for u in units]
@@ -53,10 +52,7 @@ class Gathering:
         """A new iteration starts: reshard what a forward without a backward has gathered ahead, as
         the slices may have changed since. If it is not `foreseen` (a call of a unit by itself),
         nothing is gathered ahead."""
-        for index in self._ahead:
-            if self.units[index].state is State.GATHERING:
-                self.units[index].unshard()
-                self.units[index].reshard()
+        self.reshard([self.units[index] for index in self._ahead])
         self._ahead.clear()
         self.in_use.clear()
         self._seen.clear()
@@ -191,12 +187,12 @@ class Gathering:
 
     def prefetch_deferred(self, *, wait: bool) -> None:
         """Start gathers that were deferred for a reduction, if it is complete, or `wait` for it."""
-        if self._deferred and self._reducing and (wait or self._reducing.through()):
-            self._reducing.finish()
+        if self._deferred and self.reducing and (wait or self.reducing.through()):
+            self.reducing.finish()
             self.prefetch()
 
     def _under_way(self) -> int:
-        return self._reducing.under_way() if self._reducing else 0
+        return self.reducing.under_way() if self.reducing else 0
 
     def _wanted(self, under_way: int, or_freed: int | None = None) -> list[int]:
         """The units to gather now, as if `or_freed` were freed."""

@@ -25,8 +25,8 @@ from ringdp.parallel.guards.computed import (
 )
 from ringdp.parallel.memory import Ledger, widths_of
 from ringdp.parallel.offload import Offload
-from ringdp.parallel.precision import Dtypes
 from ringdp.parallel.stages import Keep, Stage
+from ringdp.parallel.units import UnitSpec
 
 
 class State(Enum):
@@ -76,20 +76,20 @@ class FlatUnit:
         self,
         index: int,
         plan: layout.Unit,
-        parameters: Sequence[nn.Parameter],
+        spec: UnitSpec,
         places: Sequence[Sequence[Place]],
         stage: Stage,
-        dtypes: Dtypes,
         offload: Offload,
         ledger: Ledger,
     ) -> None:
-        """Takes over `parameters`, with rank 0's values. Collective: a broadcast."""
-        comm = ledger.comm
-        self.index, self.plan, self.parameters, self.stage = index, plan, parameters, stage
+        """Takes over the parameters, with rank 0's values. Collective: a broadcast."""
+        comm, dtypes = ledger.comm, spec.dtypes
+        parameters = [p for _, p in spec.parameters]
+        self.parameters: Sequence[nn.Parameter] = parameters
+        self.index, self.plan, self.module, self.stage = index, plan, spec.module, stage
         self.places, self.dtypes, self.offload = places, dtypes, offload
         self.ledger, self.rank = ledger, comm.rank
-        trained = any(p.requires_grad for p in parameters)
-        self.widths = widths_of(dtypes, offload, trainable=trained)
+        self.widths = widths_of(dtypes, offload, trainable=spec.trained)
         self.apart = self.widths.apart  # See Note [masters apart]
         self.freed = stage.parameters is Keep.SHARD
         self.slices = stage.optimizer is Keep.SHARD  # parameters are slices between uses
@@ -97,7 +97,7 @@ class FlatUnit:
         ledger.pool.let_go()  # the previous unit's memory
         device = parameters[0].device if parameters else comm.device
         whole = torch.empty(plan.padded, dtype=dtypes.master, device=device)
-        flatten(list(parameters), whole, offsets=[e.offset for e in plan.entries])
+        flatten(parameters, whole, offsets=[e.offset for e in plan.entries])
         comm.broadcast(whole)
 
         self.full = whole

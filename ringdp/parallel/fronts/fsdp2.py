@@ -225,8 +225,7 @@ def fully_shard(
 
 def _units_of(engine: Engine, modules: Sequence[object]) -> list[FlatUnit]:
     """The units of these modules."""
-    names = {name for name, m in engine.model.named_modules() if m in modules}
-    return [u for u in engine.units if u.plan.name in names]
+    return [u for u in engine.units if u.module in modules]
 
 
 def _agreed(within: dict[str, FSDPModule], asked: Options, reshard: bool | None) -> bool:
