@@ -42,8 +42,8 @@ from ringdp.parallel.stages import Keep, Stage
 from ringdp.parallel.tracing.engine import EngineTracer
 from ringdp.parallel.tracing.patching import Traced
 from ringdp.parallel.unit import FlatUnit, State
-from ringdp.parallel.values import outputs
 from ringdp.parallel.values.inputs import cast_at, move_inputs
+from ringdp.parallel.values.outputs import UnitOutputs
 from ringdp.tape import recorder
 
 
@@ -89,7 +89,9 @@ class Engine(Accounts, Traced):
         self.backwards = Backwards(self.gathering, self.reducing, self._handles)
 
         whole, add_hook = self._rests_whole, self._add_hook
-        self._outputs = outputs.of_units(of, units, self.gathering.callers)
+        self._outputs = {
+            own[0]: UnitOutputs(module, [units[i] for i in own], of) for module, own in of.items()
+        }
         for module, indices in of.items():
             self._follow(module, indices)
         move_inputs(model, self.device, add_hook)

@@ -4,6 +4,7 @@ themselves. One process is the reference."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -184,6 +185,28 @@ def test_a_buffer_that_repeats_itself_takes_rank_0s_values(
     net.repeats[0] = 7
     ringdp.load(tmp_path, engine)
     assert net.repeats.tolist() == [[1.0] * WIDTH] * ROWS
+    engine.close()
+
+
+class InAThread(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(lambda: torch.tanh(self.linear(x))).result()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_a_unit_may_compute_in_a_thread(comm: Communicator, stage: int) -> None:
+    """Autograd numbers the operations of every thread by themselves."""
+    torch.manual_seed(0)
+    net, twin = (nn.Sequential(*(InAThread() for _ in range(3))) for _ in range(2))
+    twin.load_state_dict(net.state_dict())
+    engine = ringdp.shard(net, stage=stage, unit=InAThread, comm=comm)
+    assert all(map(torch.equal, train(net), train(twin)))
     engine.close()
 
 
