@@ -25,7 +25,7 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ringdp.errors import UsageError
 from ringdp.parallel import optim_state
@@ -89,11 +89,8 @@ class Engine(Accounts, Traced):
         self.backwards = Backwards(self.gathering, self.reducing, self._handles)
 
         whole, add_hook = self._rests_whole, self._add_hook
-        self._outputs = {
-            own[0]: UnitOutputs(module, [units[i] for i in own], of) for module, own in of.items()
-        }
         for module, indices in of.items():
-            self._follow(module, indices)
+            self._follow(indices, UnitOutputs(module, [units[i] for i in indices], of))
         move_inputs(model, self.device, add_hook)
         cast_at(model, list(of), precision, lambda: not self._summoned, add_hook)
         state_dict.guard(model, whole, lambda: whole() and self._writes, add_hook)
@@ -112,27 +109,30 @@ class Engine(Accounts, Traced):
 
     # ---- forward
 
-    def _follow(self, module: nn.Module, indices: list[int]) -> None:
-        """Add the hooks of a module with units."""
-        outputs, gathering = self._outputs[indices[0]], self.gathering
+    def _follow(self, indices: list[int], outputs: UnitOutputs) -> None:
+        """Add the hooks of a module with these units."""
+
+        def before(*_: object) -> None:
+            if not transformed(self._is_whole):
+                self._before_forward(indices)
+                outputs.begin()
+
+        def after(_: nn.Module, args: Any, named: Any, output: Any) -> Any:
+            if not transformed(self._is_whole):
+                output, starts = outputs.returned(output, (*args, *named.values()))
+                self._after_forward(indices, starts)
+            return output
 
         def end(*_: object) -> None:
             if outputs.end():
-                gathering.leave(indices)
+                self.gathering.leave(indices)
 
-        def before(*_: object) -> None:
-            self._before_forward(indices)
-
-        def after(_: nn.Module, *args: Any) -> Any:
-            return self._after_forward(indices, *args)
-
+        module = self.units[indices[0]].module
         self._add_hook(module.register_forward_pre_hook, before, prepend=True)
         self._add_hook(module.register_forward_hook, after, with_kwargs=True)
         self._add_hook(module.register_forward_hook, end, always_call=True)
 
     def _before_forward(self, indices: list[int]) -> None:
-        if transformed(self._is_whole):
-            return
         for index in indices if not self._summoned else ():
             if in_backward():
                 self.backwards.recompute(index)
@@ -145,12 +145,9 @@ class Engine(Accounts, Traced):
                 self.gathering.callers[index].update(self.gathering.in_use)
                 self.gathering.use(index)
                 self.backwards.register_grad_hooks(index)
-        self._outputs[indices[0]].begin()
 
-    def _after_forward(self, indices: list[int], args: Any, named: Any, output: Any) -> Any:
-        if transformed(self._is_whole):
-            return output
-        output, starts = self._outputs[indices[0]].returned(output, (*args, *named.values()))
+    def _after_forward(self, indices: list[int], starts: Sequence[Tensor]) -> None:
+        """`starts`: at whose gradients the backward of these units will start."""
         if not self._summoned:
             for index in indices:
                 free = index not in self.roots and not self.backwards.running
@@ -161,7 +158,6 @@ class Engine(Accounts, Traced):
         ends = indices is self.roots or self._is_alone()
         if ends and not (starts or self._summoned or self.gathering.again):
             self.gathering.end(learn=False)
-        return output
 
     def _is_alone(self) -> bool:
         """Whether this call is in no unit's forward and will have no backward."""
