@@ -32,7 +32,7 @@ class Accounts:
     @property
     def device(self) -> torch.device:
         """Where the model computes; if that is a GPU, inputs are moved there."""
-        return self.units[0].full.device
+        return self.ledger.device
 
     def memory(self, optimizer: torch.optim.Optimizer) -> Memory:
         """Bytes on this rank as counted so far; peaks are over the whole run."""

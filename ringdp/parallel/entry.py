@@ -83,7 +83,8 @@ def shard(
     named = model.named_parameters()
     facts = [(n, facts_of(p) | {"name": n, "unit": within[p]}) for n, p in named]
     check_equal(comm, facts, "shard")
-    ledger = Ledger(comm)
+    placed = (p.device for p in model.parameters() if not p.is_meta)
+    ledger = Ledger(comm, next(placed, comm.device))
     units = _build(model, found, row, offload, ledger, init)
     meta.fill_rest(model, init, comm.device)
     broadcast(comm, model.buffers())

@@ -68,10 +68,9 @@ class Gradients:
         widths: Widths,
         offload: Offload,
         ledger: Ledger,
-        device: torch.device,
     ) -> None:
         self.cut, self.stage, self.dtypes, self.widths = cut, stage, dtypes, widths
-        self.offload, self.ledger, self.device = offload, ledger, device
+        self.offload, self.ledger = offload, ledger
         self._make()
 
     def views(self) -> list[Tensor]:
@@ -99,20 +98,20 @@ class Gradients:
 
     def _make(self) -> None:
         plan, width, part = self.cut.plan, self.widths, self.cut.keeps
-        master, device = self.dtypes.master, self.device
+        master = self.dtypes.master
         self.bucket: Tensor | None = None
         if not width.trainable:
-            self.reduced = torch.empty(0, dtype=master, device=device)
+            self.reduced = torch.empty(0, dtype=master, device=self.ledger.device)
             return
         size = part.stop - part.start
         if width.keeps_bucket(self.stage):
-            self.bucket = self.ledger.empty("gradients", plan.padded, self.dtypes.reduce, device)
+            self.bucket = self.ledger.empty("gradients", plan.padded, self.dtypes.reduce)
         if self.bucket is not None and width.own:
             self.reduced = self.bucket[part]
         elif self.offload.any:
             self.reduced = self.offload.empty(size, master)
             self.ledger.take("gradients", self.reduced.nbytes)
         else:
-            self.reduced = self.ledger.empty("gradients", size, master, device)
+            self.reduced = self.ledger.empty("gradients", size, master)
         self.reduced.zero_()  # the padding stays zero: norms are taken over everything
         self._alone = holders(self.reduced)

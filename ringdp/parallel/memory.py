@@ -88,11 +88,12 @@ class Ledger:
     """Allocates and counts the engine's buffers: bytes of each category `now` and at its `peak`,
     and at the peak of "passing": gathered units and buckets together.
 
-    On the CPU they are the communicator's memory, which collectives read and write in place.
+    `device`: where the model computes. On the CPU the buffers are the communicator's memory, which
+    collectives read and write in place.
     """
 
-    def __init__(self, comm: Communicator) -> None:
-        self.comm, self.pool = comm, Pool()
+    def __init__(self, comm: Communicator, device: torch.device) -> None:
+        self.comm, self.device, self.pool = comm, device, Pool()
         self.now: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
 
@@ -105,18 +106,16 @@ class Ledger:
     def give(self, category: str, size: int) -> None:
         self.now[category] -= size
 
-    def empty(
-        self, category: str, elements: int, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
+    def empty(self, category: str, elements: int, dtype: torch.dtype) -> Tensor:
         """Allocate a flat buffer, and count it."""
         self.take(category, elements * dtype.itemsize)
-        return self.make(elements, dtype, device)
+        return self.make(elements, dtype)
 
-    def make(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def make(self, elements: int, dtype: torch.dtype) -> Tensor:
         """Allocate a flat buffer, not counted."""
-        if device.type == "cpu":
+        if self.device.type == "cpu":
             return self.comm.empty(elements, dtype=dtype)
-        return torch.empty(elements, dtype=dtype, device=device)
+        return torch.empty(elements, dtype=dtype, device=self.device)
 
 
 def state_bytes(states: Iterable[Mapping[str, Any]]) -> int:

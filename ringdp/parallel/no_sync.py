@@ -43,7 +43,9 @@ class UnreducedGrads:
     def open(self, unit: FlatUnit) -> GradBuffer:
         """The unit's sums, made on first use, to add gradients to."""
         if unit not in self:
-            sums = torch.empty(unit.plan.padded, dtype=unit.dtypes.master, device=unit.full.device)
+            sums = torch.empty(
+                unit.plan.padded, dtype=unit.dtypes.master, device=self.ledger.device
+            )
             self.ledger.take("gradients", sums.nbytes)
             self._sums[unit.index] = GradBuffer(unit.plan, sums)
         return self._sums[unit.index]

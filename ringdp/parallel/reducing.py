@@ -159,7 +159,7 @@ class Reducing:
     def _bucket(self, unit: FlatUnit, accumulate: bool) -> Tensor:
         if unit.gradients.bucket is not None and not (accumulate and unit.widths.own):
             return unit.gradients.bucket
-        return self.ledger.empty("buckets", unit.plan.padded, unit.dtypes.reduce, unit.full.device)
+        return self.ledger.empty("buckets", unit.plan.padded, unit.dtypes.reduce)
 
     def _give(self, unit: FlatUnit, bucket: Tensor) -> None:
         if bucket is not unit.gradients.bucket:

@@ -95,18 +95,17 @@ class FlatUnit:
         self.slices = stage.optimizer is Keep.SHARD  # parameters are slices between uses
         self.cut = Cut(plan, [p.shape for p in parameters], comm.rank, slices=self.slices)
         ledger.pool.let_go()  # the previous unit's memory
-        device = parameters[0].device if parameters else comm.device
-        whole = torch.empty(plan.padded, dtype=dtypes.master, device=device)
+        whole = torch.empty(plan.padded, dtype=dtypes.master, device=ledger.device)
         flatten(parameters, whole, offsets=[e.offset for e in plan.entries])
         comm.broadcast(whole)
 
         self.full = whole
         if self.apart:
-            self.full = torch.empty(plan.padded, dtype=dtypes.compute, device=device)
+            self.full = torch.empty(plan.padded, dtype=dtypes.compute, device=ledger.device)
         self.bytes = plan.padded * dtypes.compute.itemsize
         self.shard = self.full[self.cut.part]
         if self.freed and not offload.parameters:
-            self.shard = ledger.make(plan.shard, dtypes.compute, device)
+            self.shard = ledger.make(plan.shard, dtypes.compute)
             self.shard.copy_(whole[self.cut.part])
         self.master = self._master(whole)
         self.views = self.cut.whole(self.full)
@@ -263,7 +262,7 @@ class FlatUnit:
             was = self.master
             self.master = torch.empty_like(was, pin_memory=was.is_pinned()).copy_(was)
         elif self.freed:
-            made = self.ledger.make(self.plan.shard, self.dtypes.compute, self.full.device)
+            made = self.ledger.make(self.plan.shard, self.dtypes.compute)
             self.master = self.shard = made.copy_(self.master)
         else:
             self.full = self.full.clone()
@@ -303,15 +302,7 @@ class FlatUnit:
         return own.clone()
 
     def _gradients(self) -> Gradients:
-        return Gradients(
-            self.cut,
-            self.stage,
-            self.dtypes,
-            self.widths,
-            self.offload,
-            self.ledger,
-            self.full.device,
-        )
+        return Gradients(self.cut, self.stage, self.dtypes, self.widths, self.offload, self.ledger)
 
     def thaw(self) -> None:
         """A parameter trains that was frozen: allocate gradients if there are none."""

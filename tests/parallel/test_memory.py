@@ -93,11 +93,11 @@ def test_the_ranks_optimizers_hold_every_element_once(sizes, n):
 
 
 def test_a_ledger_keeps_the_peak():
-    ledger = Ledger(ringdp.init())
+    ledger = Ledger(ringdp.init(), torch.device("cpu"))
     ledger.take("buckets", 5)
     ledger.take("buckets", 7)
     ledger.give("buckets", 5)
-    ledger.empty("buckets", 2, torch.float64, torch.device("cpu"))
+    ledger.empty("buckets", 2, torch.float64)
     assert (ledger.now["buckets"], ledger.peak["buckets"]) == (23, 23)
     ledger.give("buckets", 23)
     assert (ledger.now["buckets"], ledger.peak["buckets"]) == (0, 23)
