@@ -86,7 +86,7 @@ def shard(
     placed = (p.device for p in model.parameters() if not p.is_meta)
     ledger = Ledger(comm, next(placed, comm.device))
     units = _build(model, found, row, offload, ledger, init)
-    meta.fill_rest(model, init, comm.device)
+    meta.fill(model, model.buffers(), init, comm.device)  # of modules without parameters
     broadcast(comm, model.buffers())
     ledger.peak = ledger.now.copy()
     engine = Engine(

@@ -36,23 +36,14 @@ def check(model: nn.Module, init: Init | None) -> None:
 
 def fill(
     model: nn.Module,
-    parameters: Iterable[nn.Parameter],
+    tensors: Iterable[torch.Tensor],
     init: Init | None,
     device: torch.device,
 ) -> None:
-    """Allocate and fill, on `device`, every module that has one of these parameters."""
-    wanted = {p for p in parameters if p.is_meta}
-    if not wanted:
-        return
-    for module in list(model.modules()):
-        if any(p in wanted for p in module.parameters(recurse=False)):
-            _fill(module, init, device)
-
-
-def fill_rest(model: nn.Module, init: Init | None, device: torch.device) -> None:
-    """The same for modules that have nothing but buffers."""
-    for module in list(model.modules()):
-        if _own(module):
+    """Allocate and fill, on `device`, every module that has one of these, parameters or buffers."""
+    wanted = {t for t in tensors if t.is_meta}
+    for module in list(model.modules()) if wanted else ():
+        if any(t in wanted for t in _own(module)):
             _fill(module, init, device)
 
 
