@@ -169,22 +169,18 @@ class Reducing:
         """Wait for the reductions, so that the next bucket can take their memory, but not for
         copies to the host."""
         while self._pending:
-            self._finish(self._pending.pop(0))
-
-    def _finish(self, reduction: _Reduction) -> None:
-        (unit, *_), bucket, work = reduction
-        work.wait()
-        if bucket is unit.gradients.bucket and unit.widths.own:
-            return
-        result = bucket[unit.cut.keeps]
-        reduced = unit.gradients.reduced
-        if reduction.turn.accumulate:
-            reduced.add_(result.to(reduced.device))
-        else:
-            reduced.copy_(result, non_blocking=True)
-            if result.is_cuda and not reduced.is_cuda:
-                self._copying.add(torch.cuda.current_stream(result.device))
-        self._give(unit, bucket)
+            (unit, _, accumulate, _), bucket, work = self._pending.pop(0)
+            work.wait()
+            if bucket is unit.gradients.bucket and unit.widths.own:
+                continue
+            result, reduced = bucket[unit.cut.keeps], unit.gradients.reduced
+            if accumulate:
+                reduced.add_(result.to(reduced.device))
+            else:
+                reduced.copy_(result, non_blocking=True)
+                if result.is_cuda and not reduced.is_cuda:
+                    self._copying.add(torch.cuda.current_stream(result.device))
+            self._give(unit, bucket)
 
 
 def _set_aside(unit: FlatUnit) -> bool:

@@ -94,16 +94,18 @@ _DIMENSIONS = (Tensor.dim, Tensor.ndimension, _ndim.__get__)
 _UNCHECKED = (torch._weight_norm, Tensor.view_as, torch.eye)
 
 
+def _tensors(args: Any, kwargs: Any) -> list[Tensor]:
+    return [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+
+
 def _records(args: Any, kwargs: Any) -> bool:
     """Whether autograd would record this call."""
     with torch._C.DisableTorchFunctionSubclass():
-        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        return torch.is_grad_enabled() and any(t.requires_grad for t in _tensors(args, kwargs))
 
 
 def _mixes_dtypes(args: Any, kwargs: Any) -> bool:
-    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-    return len({t.dtype for t in tensors if t.is_floating_point()}) > 1
+    return len({t.dtype for t in _tensors(args, kwargs) if t.is_floating_point()}) > 1
 
 
 _A_SLICE = (
@@ -120,7 +122,7 @@ _AT_REST = (
 
 
 def _refusal(args: Any, kwargs: Any, why: str = _A_SLICE) -> UsageError:
-    used = [t for t in tree_leaves((args, kwargs)) if isinstance(t, RestingParam)]
+    used = [t for t in _tensors(args, kwargs) if isinstance(t, RestingParam)]
     names = ", ".join(dict.fromkeys(getattr(t, "_ringdp_name", "a parameter") for t in used))
     return UsageError(f"{names} {why}")
 

@@ -113,7 +113,7 @@ def give_back(given: Any, passed: Any) -> Callable[[], None]:
 
     def back() -> None:
         for elements, now, before in lists:
-            if not _are_same(now, before):
+            if len(now) != len(before) or not all(map(is_, now, before)):
                 elements[:] = map(original, now)
         for items, have, had in dicts:
             for key in had.keys() - have.keys():
@@ -136,7 +136,3 @@ def _copies(given: Any, passed: Any) -> Iterator[tuple[Any, Any]]:
     elif isinstance(given, list | tuple):
         for old, new in zip(given, passed, strict=True):
             yield from _copies(old, new)
-
-
-def _are_same(a: list[Any], b: list[Any]) -> bool:
-    return len(a) == len(b) and all(map(is_, a, b))
