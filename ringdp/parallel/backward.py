@@ -51,10 +51,6 @@ class Backwards:
     def running(self) -> bool:
         return self._now is not None
 
-    def register_grad_hooks(self, index: int) -> None:
-        """Add hooks to parameters of the unit that train by now, and did not before."""
-        self._grad_hooks[index].register()
-
     def reach(self, indices: Sequence[int]) -> None:
         """The backward of a module starts, which has these units."""
         self.settle()
@@ -73,14 +69,14 @@ class Backwards:
         """The unit's forward runs again during backward (activation checkpointing)."""
         self._reduce_through(index)
         self._now = self._now or self._begin()
-        self._use(index)
+        self.use(index)
 
     @unguarded
     def _prepare(self, index: int) -> None:
         unit = self.units[index]
         if self._has_reached(index):
             if unit.state is not State.UNSHARDED:
-                self._use(index)
+                self.use(index)
             return
         if unit.freed and torch.is_grad_enabled():
             raise UsageError("stage 3 frees weights that create_graph=True needs; use stage 2")
@@ -88,7 +84,7 @@ class Backwards:
             raise UsageError("backward within full_parameters(), which is for reading only")
         self._now = now = self._now or self._begin()
         now.reached.add(index)
-        self._use(index)
+        self.use(index)
         if index in now.trained:
             self._grad_hooks[index].begin_backward()
             self.reducing.open(unit, keep=not self.sync)
@@ -116,12 +112,13 @@ class Backwards:
     def _has_reached(self, index: int) -> bool:
         return self._now is not None and index in self._now.reached
 
-    def _use(self, index: int) -> None:
+    def use(self, index: int) -> None:
+        """Gather the unit, for its forward, backward or recomputation."""
         self.gathering.prefetch_deferred(wait=True)
         if self._now:
             self.gathering.free_before(index)
         self.gathering.use(index)
-        self.register_grad_hooks(index)
+        self._grad_hooks[index].register()  # of what trains by now, and did not before
 
     def gradient_made(self, index: int, at: int) -> None:
         """Move it into the bucket; after the last one, reduce the unit."""

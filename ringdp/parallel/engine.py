@@ -143,8 +143,7 @@ class Engine(Accounts, Traced):
                     self._unmanaged.begin()
                     self.gathering.begin(foreseen=index == 0 or not alone)
                 self.gathering.callers[index].update(self.gathering.in_use)
-                self.gathering.use(index)
-                self.backwards.register_grad_hooks(index)
+                self.backwards.use(index)
 
     def _after_forward(self, indices: list[int], starts: Sequence[Tensor]) -> None:
         """`starts`: at whose gradients the backward of these units will start."""
