@@ -18,9 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
+from ringdp.errors import UsageError
 from ringdp.parallel.unit import FlatUnit
-from ringdp.parallel.values.tensor_tree import FreedMemory, outliving, tensors
+from ringdp.parallel.values.tensor_tree import DEEP, map_tensors, tensors
 
 CONTAINERS = (list, dict, tuple)
 
@@ -99,3 +101,56 @@ def _in_attributes(module: nn.Module) -> Iterator[Tensor]:
             for inner in value.values() if isinstance(value, dict) else value:
                 if isinstance(inner, Tensor):
                     yield inner
+
+
+class FreedMemory:
+    """Tells whether a tensor is in the memory of `freed`, which will be freed. False if empty."""
+
+    def __init__(self, freed: Iterable[Tensor]) -> None:
+        self._gone = {t.untyped_storage().data_ptr() for t in freed if t.untyped_storage().nbytes()}
+
+    def __bool__(self) -> bool:
+        return bool(self._gone)
+
+    def __call__(self, t: Tensor) -> bool:
+        return (
+            bool(self._gone)
+            and t.layout is torch.strided
+            and bool(t.numel())
+            and t.untyped_storage().data_ptr() in self._gone
+        )
+
+
+def outliving(output: Any, dies: FreedMemory, unit: str) -> Any:
+    """`output` with copies of tensors in memory that will be freed, and with views of leaves.
+
+    Leaves are tensors that require gradients, so that hooks on the views go with the graph; without
+    gradients, parameters, which will be slices. Raises UsageError for an output that may have a
+    tensor in freed memory which cannot be found or copied.
+    """
+
+    def is_leaf(t: Tensor) -> bool:
+        if not torch.is_grad_enabled():
+            return isinstance(t, nn.Parameter)
+        return t.is_leaf and t.requires_grad
+
+    def changes(t: Tensor) -> bool:
+        return dies(t) or is_leaf(t)
+
+    def one(t: Tensor) -> Tensor:
+        return t.clone() if dies(t) else t.view_as(t)
+
+    if dies and any(isinstance(x, Iterator) for x in tree_leaves(output)):
+        raise _refusal(unit, "an iterator, and what comes out of that may be")
+    if any(map(changes, tensors(output))):
+        output = map_tensors(one, output, which=changes, deep=DEEP)
+        if dies and any(map(dies, tensors(output))):
+            raise _refusal(unit, "a function, or an object that cannot be copied, which has")
+    return output
+
+
+def _refusal(unit: str, what: str) -> UsageError:
+    return UsageError(
+        f"unit {unit!r} returns {what} a part of its parameters, which are freed after its forward "
+        "in stage 3. Return tensors, or containers of them"
+    )
