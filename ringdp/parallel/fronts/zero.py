@@ -77,14 +77,13 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, JoinableOverGroup):
         self._units = [DtypeSlices(i, self.comm.rank, *plan) for i, plan in enumerate(plans)]
         sliced = {p: s for u in self._units for p, s in zip(u.wholes, u.parameters, strict=True)}
         groups = [
-            _options(group) | {"params": [sliced[p] for p in group["params"]]}
-            for group in self.param_groups
+            group | {"params": [sliced[p] for p in group["params"]]} for group in self.param_groups
         ]
         self.optim = optimizer_class(groups, **defaults)
         check_slices(self.optim, "in ZeroRedundancyOptimizer", "or it without this one")
         optim_state.keep_slices(self.optim, self._units)  # as Adagrad has a state from the first
         self.defaults = self.optim.defaults
-        self._show_options()
+        _copy_options(self.optim.param_groups, self.param_groups)
 
     def _wholes(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
@@ -110,7 +109,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, JoinableOverGroup):
 
     @torch.no_grad()
     def _step(self) -> None:
-        self._hand_on_options()
+        _copy_options(self.param_groups, self.optim.param_groups)
         for unit in self._units:
             for p, own, part in zip(unit.wholes, unit.parameters, unit.parts, strict=True):
                 own.grad = None
@@ -118,7 +117,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, JoinableOverGroup):
                 if p.grad is not None and own.numel():
                     own.grad = p.grad.reshape(-1)[part]
         self.optim.step()
-        self._show_options()
+        # For schedulers, and since an optimizer may count in them, as schedule-free ones do.
+        _copy_options(self.optim.param_groups, self.param_groups)
         for unit in self._units:
             for own in unit.parameters:
                 own.grad = None  # a view of p.grad, which would hold DDP's bucket
@@ -148,16 +148,6 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, JoinableOverGroup):
         self._share_gradients(trains=False)
         self._step()
 
-    def _hand_on_options(self) -> None:
-        for group, inner in zip(self.param_groups, self.optim.param_groups, strict=True):
-            inner.update(_options(group))
-
-    def _show_options(self) -> None:
-        """Copy the inner groups' options out: for schedulers, and since an optimizer may count in
-        them, as schedule-free ones do."""
-        for group, inner in zip(self.param_groups, self.optim.param_groups, strict=True):
-            group.update(_options(inner))
-
     def _share(self, unit: DtypeSlices) -> None:
         flat = unit.wholes[0].new_zeros(unit.plan.padded)
         shard = flat[unit.cut.part]
@@ -177,7 +167,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, JoinableOverGroup):
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gather the state for state_dict() on rank `to`, in host memory. Collective."""
-        self._hand_on_options()
+        _copy_options(self.param_groups, self.optim.param_groups)
         state = self.optim.state_dict()["state"]
         whole = optim_state.gathered(self.comm, self._units, self.optim, state, to)
         here = self.comm.rank == to
@@ -198,8 +188,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, JoinableOverGroup):
         """Load state of whole parameters, the same on every rank; each keeps its slices."""
         self.optim.load_state_dict(state_dict)
         optim_state.keep_slices(self.optim, self._units)
-        self._show_options()
+        _copy_options(self.optim.param_groups, self.param_groups)
 
 
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in group.items() if k != "params"}
+def _copy_options(groups: list[dict[str, Any]], to: list[dict[str, Any]]) -> None:
+    for group, other in zip(groups, to, strict=True):
+        other.update({name: value for name, value in group.items() if name != "params"})
