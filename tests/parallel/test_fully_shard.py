@@ -252,6 +252,17 @@ def test_a_call_that_failed_works_again_or_is_refused(comm: Communicator) -> Non
         fronts.fully_shard(model, comm=comm)  # closed as slices
 
 
+@on_ranks(1)
+def test_a_model_with_an_engine_of_its_own_is_refused_unchanged(comm: Communicator) -> None:
+    model = net()
+    model[1].add_module("engine", nn.Linear(2, 2))
+    fronts.fully_shard(model[2], comm=comm)
+    with pytest.raises(UsageError, match=r"Sequential\.engine.*another name"):
+        fronts.fully_shard(model[1], comm=comm)
+    assert not isinstance(model[1], FSDPModule)
+    fronts.fully_shard(model, comm=comm).engine.close()
+
+
 @on_ranks(2)
 def test_a_weight_tied_between_modules_takes_one_around_both(comm: Communicator) -> None:
     model: Any = net()
