@@ -65,14 +65,14 @@ class Calls:
         span = span_of(what)
         limit = seconds(options.timeout)
         later = options.asyncOp or limit is not None or self._coalesced is not None
-        after = [finish for finish in finishes if finish]
+        after = filter(None, finishes)
         with self._issuing:
             works = [begin(async_op=later) for begin in begins]
         if not later and span is None:
             for finish in after:
                 finish()
             return ENDED
-        work = GroupWork(works, results, after, limit, self._watcher)
+        work = GroupWork(works, results, [*after], limit, self._watcher)
         if not later:
             work.wait()
         return self._tracked(work, span)
@@ -106,17 +106,17 @@ def options_of(kind: type, opts: Any, **fields: Any) -> Any:
     return options
 
 
-def reduction(op: Any) -> tuple[Op, float | None]:
-    """Return a communicator's op and scale for torch's ReduceOp, or for one of its members."""
+def reduction(op: Any) -> tuple[Op, dict[str, Any]]:
+    """Return a communicator's op, and its scale if any, for torch's ReduceOp or a member of it."""
     if op == ReduceOp.SUM:  # the common case; getting its value takes longer
-        return "sum", None
+        return "sum", {}
     value = getattr(getattr(op, "op", op), "value", None)
     if value == PREMUL_SUM:
         _, factor = op.__getstate__()  # torch has `op.factor` from 2.12 on
-        return "sum", float(factor)
+        return "sum", {"scale": float(factor)}
     if value not in OPS:
         raise UsageError(f"op is {op}; allowed: {', '.join(map(str, NAMES))}, PREMUL_SUM")
-    return OPS[value], None
+    return OPS[value], {}
 
 
 def single(tensors: Tensors | Sequence[Any], what: str) -> Any:

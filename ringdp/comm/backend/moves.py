@@ -86,11 +86,11 @@ class Moves(Calls):
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> GroupWork:
         options = options_of(AllgatherOptions, opts)
-        begins = [
-            partial(self._comm.all_gather, movable(whole), movable(part))
-            for whole, part in zip(outputs, inputs, strict=True)
-        ]
-        return self._call("all_gather", options, outputs, begins)
+
+        def begin(whole: Tensor, part: Tensor) -> Begin:
+            return partial(self._comm.all_gather, movable(whole), movable(part))
+
+        return self._call("all_gather", options, outputs, map(begin, outputs, inputs))
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced

@@ -72,8 +72,8 @@ class Reductions(Calls):
 
         def begin(tensor: Tensor) -> Begin:
             if tensor.layout is not torch.strided:
-                return lambda async_op: all_reduce_sparse(self._comm, tensor, op, scale)
-            return partial(self._comm.all_reduce, tensor, op, scale=scale)
+                return lambda async_op: all_reduce_sparse(self._comm, tensor, op, **scale)
+            return partial(self._comm.all_reduce, tensor, op, **scale)
 
         work = self._call("all_reduce", options, tensors, map(begin, tensors), *finishes)
         if tensors and tensors[0].numel() == 1:
@@ -82,13 +82,13 @@ class Reductions(Calls):
 
     def _reduction_of(
         self, options: Any, results: Sequence[Tensor]
-    ) -> tuple[Op, float | None, list[Finish]]:
-        """Return the communicator's op and scale, and what finishes it: an average of integers is a
-        sum, divided."""
+    ) -> tuple[Op, dict[str, Any], list[Finish]]:
+        """Return the communicator's op, its scale if any, and what finishes it: an average of
+        integers is a sum, divided."""
         op, scale = reduction(options.reduceOp)
         if op != "avg" or not results or results[0].dtype not in INTEGERS:
             return op, scale, []
-        return "sum", None, [average(tensor, self._comm.size) for tensor in results]
+        return "sum", {}, [average(tensor, self._comm.size) for tensor in results]
 
     def reduce(
         self,
@@ -102,7 +102,7 @@ class Reductions(Calls):
         options = options_of(ReduceOptions, opts, rootRank=root, reduceOp=op, timeout=timeout)
         to = options.rootRank
         by, scale, finishes = self._reduction_of(options, [tensor])
-        begin = partial(self._comm.reduce, tensor, to, by, scale=scale)
+        begin = partial(self._comm.reduce, tensor, to, by, **scale)
         finishes = finishes if to == self._comm.rank else []
         return self._call("reduce", options, [tensor], [begin], *finishes)
 
@@ -120,7 +120,7 @@ class Reductions(Calls):
         options = options_of(ReduceScatterOptions, opts, reduceOp=op, timeout=timeout)
         by, scale, finishes = self._reduction_of(options, [output])
         comm, whole = self._comm, joined(parts)
-        begin = partial(comm.reduce_scatter_v, output, whole, sizes(parts), by, scale=scale)
+        begin = partial(comm.reduce_scatter_v, output, whole, sizes(parts), by, **scale)
         return self._call("reduce_scatter", options, [output], [begin], *finishes)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> GroupWork:
@@ -131,10 +131,11 @@ class Reductions(Calls):
     ) -> GroupWork:
         options = options_of(ReduceScatterOptions, opts, reduceOp=None)
         op, scale, finishes = self._reduction_of(options, outputs)
-        begins = [
-            partial(self._comm.reduce_scatter, part, whole, op, scale=scale)
-            for part, whole in zip(outputs, inputs, strict=True)
-        ]
+
+        def begin(part: Tensor, whole: Tensor) -> Begin:
+            return partial(self._comm.reduce_scatter, part, whole, op, **scale)
+
+        begins = map(begin, outputs, inputs)
         return self._call("reduce_scatter", options, outputs, begins, *finishes)
 
     _reduce_scatter_base = reduce_scatter_single

@@ -23,7 +23,7 @@ from ringdp.transport.bounds import bounds_of
 
 
 def all_reduce_sparse(
-    comm: Communicator, tensor: Tensor, op: ReduceOp, scale: float | None
+    comm: Communicator, tensor: Tensor, op: ReduceOp, scale: float | None = None
 ) -> Work:
     """All-reduce `tensor` in place: torch.sparse_coo, of the same shape and dtype on all ranks.
 
