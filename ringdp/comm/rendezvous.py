@@ -1,21 +1,24 @@
-"""Makes communicators of ranks that meet in a store: the job's ranks, or those of a torch group.
+"""Makes and finds communicators: of the job's ranks, or of those of a torch group.
 
-Ranks exchange only text and numbers through the store, and check what they read; nothing is
-unpickled. Whoever can reach the store can disturb the start of the ranks, but not access their
-memory: it is opened through /proc, which only the same user can do.
+The ranks meet in a store. They exchange only text and numbers there, and check what they read;
+nothing is unpickled. Whoever can reach the store can disturb the start of the ranks, but not access
+their memory: it is opened through /proc, which only the same user can do.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Literal, get_args
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, group, is_available, is_initialized
 
 from ringdp.comm.arguments import check_link, check_timeout, check_warn_after
 from ringdp.comm.communicator import Communicator, Connect
@@ -37,6 +40,7 @@ TIMEOUT, WARN_AFTER = 1800.0, 5.0  # s
 NAMES = "communicators"  # key in the job's store: their number; NAMES/1, ... are "name size"
 _world: Communicator | None = None  # keeps the last one alive until the next
 _worlds: list[weakref.ref[Communicator]] = []
+_made: WeakKeyDictionary[ProcessGroup, dict[TransportName, Communicator]] = WeakKeyDictionary()
 
 
 def init(
@@ -88,6 +92,45 @@ def last() -> Communicator | None:
 def _open(made: weakref.ref[Communicator]) -> Communicator | None:
     comm = made()
     return comm if comm and not comm.closed else None
+
+
+def communicator_of(ranks: object = None, tensors: Iterable[Tensor] = ()) -> Communicator:
+    """Return the communicator for `ranks`.
+
+    A Communicator is returned as is. A torch.distributed group gets a communicator over its ranks.
+    None is the last communicator from `ringdp.init`, or else that over torch's default group.
+
+    Over a group it uses NCCL if the `tensors` to be moved are on a GPU, and else shared memory. If
+    they have no device yet, it uses NCCL if the group only supports GPUs. The first call for a
+    group is collective over it. Raises UsageError if `ranks` is something else, or is None and
+    there is no communicator.
+    """
+    if ranks is None:
+        if comm := last():
+            return comm
+        if not (is_available() and is_initialized()):
+            raise UsageError(
+                "no communicator: call ringdp.init() or torch.distributed.init_process_group() "
+                "first, or give one"
+            )
+        ranks = group.WORLD
+    if isinstance(ranks, Communicator):
+        return ranks
+    if not isinstance(ranks, ProcessGroup):
+        raise UsageError(
+            f"{ranks!r} stands for no ranks; allowed: a ringdp.Communicator, a torch.distributed "
+            "group, or None"
+        )
+    places = {x.device for x in tensors if not x.is_meta}
+    gpu = next((place for place in places if place.type == "cuda"), None)
+    # Of the backends only NCCL supports no CPU; gloo and ringdp support both.
+    only_gpus = {place.type for place in ranks._device_types} == {"cuda"}
+    transport: TransportName = "nccl" if gpu or (only_gpus and not places) else "shm"
+    communicators = _made.setdefault(ranks, {})
+    if transport not in communicators or communicators[transport].ended:
+        with torch.cuda.device(gpu) if gpu else nullcontext():
+            communicators[transport] = over(ranks, transport=transport)
+    return communicators[transport]
 
 
 def over(group: ProcessGroup, *, transport: TransportName = "shm") -> Communicator:
@@ -172,8 +215,8 @@ def _create(
     timeout: float = TIMEOUT,
     warn_after: float = WARN_AFTER,
 ) -> Communicator:
-    how = transport, link, timedelta(seconds=timeout)
-    connect: Connect = partial(_connect, store, rank, name, *how)
+    limit = timedelta(seconds=timeout)
+    connect: Connect = partial(_connect, store, rank, name, transport, link, limit)
     return Communicator(connect, range(ranks), name=name, timeout=timeout, warn_after=warn_after)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import ProcessGroup
 
-from ringdp.comm import communicator_of, resolve
+from ringdp.comm import communicator_of, rendezvous
 
 
 class StubGroup(ProcessGroup):
@@ -48,9 +48,9 @@ def current(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
         return nullcontext()
 
     monkeypatch.setattr(torch.cuda, "device", device)
-    monkeypatch.setattr(resolve, "last", lambda: None)
+    monkeypatch.setattr(rendezvous, "last", lambda: None)
     monkeypatch.setattr(
-        resolve, "over", lambda group, transport: StubCommunicator(group, transport)
+        rendezvous, "over", lambda group, transport: StubCommunicator(group, transport)
     )
     return devices
 

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 import ringdp
 from ringdp import Communicator, Offload, Precision
-from ringdp.comm import rendezvous, resolve
+from ringdp.comm import rendezvous
 from tests.transport.nccl.faults import needs_host_nccl
 
 pytestmark = pytest.mark.process
@@ -263,7 +263,7 @@ def test_ddp_trains_over_torchs_own_group(comms, device):
     try:
         group = dist.group.WORLD
         found = train_ddp(group, device)
-        ((transport, made),) = resolve._made[group].items()
+        ((transport, made),) = rendezvous._made[group].items()
         assert transport == ("nccl" if device == "cuda" else "shm")
         made.close()
     finally:
