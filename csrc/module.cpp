@@ -176,11 +176,14 @@ NB_MODULE(_core, m) {
       .def_rw("held", &Ready::held)
       .def_prop_rw("told", [](Ready& self) { return self.sites().told; },
                    [](Ready& self, bool told) { self.sites().told = told; })
-      .def("site", [](Ready& self) { return self.sites().here(); })
       .def("learn", &Ready::learn)
       .def("forget", &Ready::forget)
       .def("remember", &Ready::remember);
   m.attr("Repeated") = repeated_type();
+  m.def("call_site", [] { return Sites::of_python().here(); });
+  m.def("learn_sites", [](nb::object line, nb::bytes nowhere) {
+    Sites::of_python().learn(std::move(line), std::move(nowhere));
+  });
 
   m.def("mailbox_size", &Channels::size, nb::arg("ranks"), nb::arg("depth"), nb::arg("slab"),
         "Bytes of the file for messages.");

@@ -1,5 +1,4 @@
-// Caches the user's line of a call by code location: see comm.call, Note [the user's line]. In Python,
-// finding it would take a tenth of a repeated call.
+// Caches the user's line of a call by code location: see comm.call, Note [the user's line].
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -13,6 +12,12 @@ namespace ringdp {
 
 class Sites {
  public:
+  // The cache for calls from Python. Never destroyed, as Python ends before.
+  static Sites& of_python() {
+    static Sites* const sites = new Sites;
+    return *sites;
+  }
+
   bool told = true;  // false: record no lines, to measure what they cost
 
   // `line`: maps a frame to its line, empty if it is not the user's. `nowhere`: if no frame is.
@@ -30,7 +35,7 @@ class Sites {
   }
 
  private:
-  static constexpr std::size_t kPlaces = 64;  // cached locations; a collision replaces
+  static constexpr std::size_t kPlaces = 512;  // cached locations; a collision replaces
 
   struct Place {
     nanobind::object code;  // kept alive, so that no other code object gets its address

@@ -97,7 +97,6 @@ class Ready:
     def __init__(
         self, rank: int, ranks: int, table: object, tensor: type, parameter: type
     ) -> None: ...
-    def site(self) -> bytes: ...
     def learn(
         self,
         line: Callable[[FrameType], bytes],
@@ -119,6 +118,12 @@ class Ready:
         /,
     ) -> None: ...
     def forget(self) -> None: ...
+
+def call_site() -> bytes:
+    """Return the file:line of the innermost frame that is the user's."""
+
+def learn_sites(line: Callable[[FrameType], bytes], nowhere: bytes, /) -> None:
+    """`line` returns a frame's file:line, empty if it is not the user's."""
 
 class Repeated:
     __wrapped__: object

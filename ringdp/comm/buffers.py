@@ -26,9 +26,12 @@ class Flat(NamedTuple):
         if self.original is not None:
             writable(self.original).copy_(shaped(self.data, self.original))
 
-    def take(self, result: Tensor) -> None:
-        """Copy a result from another buffer to the tensor."""
-        fill(self.data, result)
+    def take(self, *pieces: Tensor) -> None:
+        """Copy a result to the tensor. Only one that is in one piece may overlap the buffer."""
+        if len(pieces) == 1:
+            fill(self.data, *pieces)
+        else:
+            torch.cat(pieces, out=writable(self.data))
         self.copy_back()
 
 
@@ -107,14 +110,11 @@ def fill(buffer: Tensor, source: Tensor) -> None:
     shaped(writable(buffer), source).copy_(source)
 
 
-def overlap(a: Tensor, b: Tensor) -> bool:
-    """Return whether two buffers share memory."""
-    return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
-
-
 def without_overlap(source: Tensor, out: Tensor, in_place: bool = False) -> Tensor:
     """Return `source`, or a copy if it shares memory with `out`, unless that is `in_place`."""
-    return source.clone() if overlap(source, out) and not in_place else source
+    a, b = source.data_ptr(), out.data_ptr()
+    overlaps = a < b + out.nbytes and b < a + source.nbytes
+    return source.clone() if overlaps and not in_place else source
 
 
 def shaped(buffer: Tensor, like: Tensor) -> Tensor:

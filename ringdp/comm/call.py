@@ -14,15 +14,14 @@ import contextlib
 import os
 from collections.abc import Sequence
 from functools import cache
-from sys import _getframe
-from types import CodeType, FrameType
+from types import FrameType
 from typing import get_args
 
 import torch
 
 from ringdp.schedule import ALGORITHMS, Builder, Collective
 from ringdp.transport.base import DTYPES, REDUCE_OPS
-from ringdp.transport.records import SITE_BYTES, Call
+from ringdp.transport.records import SITE_BYTES, Call, learn_sites
 
 TAGS = 1 << 31  # number of tags: the whole fingerprint fits in 63 bits
 ROOTS = 1 << 10  # number of values of root or peer
@@ -125,58 +124,32 @@ def _name(names: tuple[object, ...], code: int) -> str:
 
 
 # Note [the user's line]
-# frame.f_lineno walks the function's line table, which takes microseconds in a long function, so
-# the text is built once per call site. The key is the address of the code object plus the offset of
-# the instruction: instructions lie inside the object, so keys are unique (and cheaper than a
-# tuple). This takes 0.13 µs a call, and a tenth of that for recent sites, which csrc/sites.hpp
-# caches itself.
-_sites: dict[int, bytes] = {}  # by key; empty if the frame is not the user's
-_site_of = _sites.get
-_codes: list[CodeType] = []  # kept alive, so that no other code object gets the same address
-_MOST_SITES = 4096  # then both are cleared: code from repeated exec must not accumulate
+# frame.f_lineno walks the function's line table, which takes microseconds in a long function. So
+# csrc/sites.hpp caches what `line` returns by code object and instruction: `call_site` takes a
+# tenth of a microsecond.
 _HERE = os.path.dirname(__file__)
 _OURS = (
     os.path.join(_HERE, ""),
     os.path.join(os.path.dirname(_HERE), "parallel", ""),
     os.path.join(os.path.dirname(torch.__file__), ""),
     contextlib.__file__,  # runs our own context managers
+    "<frozen ",
 )
 NOWHERE = b"a thread without the user's code".ljust(SITE_BYTES, b"\0")
 
 
-def call_site(depth: int) -> bytes:
-    """Return the user's file:line: that of the first frame, from `depth` up, that is not ours.
+def line(frame: FrameType) -> bytes:
+    """Return the frame's file:line, or b"" if it is not the user's.
 
     SITE_BYTES bytes, padded with zeros; a long path loses its beginning.
     """
-    frame = _getframe(depth)
-    return _site_of(id(frame.f_code) + frame.f_lasti) or _search(frame)
+    file = frame.f_code.co_filename
+    if file.startswith(_OURS):
+        return b""
+    site = f"{file}:{frame.f_lineno}".encode(errors="replace")
+    if len(site) > SITE_BYTES:
+        site = b"..." + site[3 - SITE_BYTES :]
+    return site.ljust(SITE_BYTES, b"\0")
 
 
-def _search(frame: FrameType | None) -> bytes:
-    while frame is not None:
-        if site := line(frame):
-            return site
-        frame = frame.f_back
-    return NOWHERE
-
-
-def line(frame: FrameType) -> bytes:
-    """Return the frame's file:line in the form of `call_site`, or b"" if it is not the user's."""
-    site = _site_of(id(frame.f_code) + frame.f_lasti)
-    return _learn(frame) if site is None else site
-
-
-def _learn(frame: FrameType) -> bytes:
-    code, site = frame.f_code, b""
-    if len(_sites) >= _MOST_SITES:
-        _sites.clear()
-        _codes.clear()
-    if not code.co_filename.startswith((*_OURS, "<frozen ")):
-        site = f"{code.co_filename}:{frame.f_lineno}".encode(errors="replace")
-        if len(site) > SITE_BYTES:
-            site = b"..." + site[3 - SITE_BYTES :]
-        site = site.ljust(SITE_BYTES, b"\0")
-    _sites[id(code) + frame.f_lasti] = site
-    _codes.append(code)
-    return site
+learn_sites(line, NOWHERE)

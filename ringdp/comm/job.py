@@ -39,7 +39,7 @@ from torch import Tensor
 
 from ringdp.comm.arguments import MOST, check_algorithm, check_async, check_int, check_tensor
 from ringdp.comm.buffers import type_of, width
-from ringdp.comm.call import COLLECTIVES, NOWHERE, TAGS, call_site, fingerprint, line
+from ringdp.comm.call import COLLECTIVES, NOWHERE, TAGS, fingerprint, line
 from ringdp.comm.guard import UNEVEN, Guard, supported
 from ringdp.comm.programs import program
 from ringdp.comm.work import ENDED, Group, Work
@@ -56,7 +56,7 @@ from ringdp.transport.base import (
     Transport,
 )
 from ringdp.transport.bounds import Bounds, bounds_of, chunk_bounds, shard_bounds
-from ringdp.transport.records import Call
+from ringdp.transport.records import Call, call_site
 from ringdp.transport.repeated import METHODS, SLICE
 
 W = TypeVar("W", bound=Work)
@@ -112,12 +112,6 @@ class Job(NamedTuple):
         for buffer in (self.whole, self.part):
             if buffer is not None:
                 buffer.record_stream(torch.cuda.current_stream(buffer.device))
-
-    def identity(self, spec: CallSpec) -> tuple[int, int]:
-        """Return the call's fingerprint and number of elements, which ranks compare."""
-        dtype, elements = self.any_buffer.dtype, self.elements
-        kind = fingerprint(spec.base_name, dtype, self.op, spec.root, spec.algorithm, spec.tag)
-        return kind, self.bounds[-1] if elements is None else elements
 
 
 def changes(by: Program | Direct) -> bool:
@@ -262,8 +256,10 @@ class Issuer:
 
     def _issue(self, job: Job, spec: CallSpec) -> Work:
         """Start a job. Every collective passes here, except calls that `repeated` runs in C++."""
-        dtype, (kind, elements) = job.any_buffer.dtype, job.identity(spec)
-        call = (self.issued, kind, elements, call_site(3))
+        dtype, elements = job.any_buffer.dtype, job.elements
+        elements = job.bounds[-1] if elements is None else elements
+        kind = fingerprint(spec.base_name, dtype, job.op, spec.root, spec.algorithm, spec.tag)
+        call = (self.issued, kind, elements, call_site())
         self._guard.check(call)
         self._transport.check(job.any_buffer)
         if isinstance(job.by, Program):

@@ -10,20 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from ringdp.comm.arguments import check_tensor
-from ringdp.comm.buffers import (
-    empty,
-    fill,
-    flat,
-    flat_output,
-    same,
-    type_of,
-    without_overlap,
-    writable,
-)
+from ringdp.comm.buffers import empty, fill, flat, flat_output, same, type_of, without_overlap
 from ringdp.comm.job import Arg, CallSpec, Issuer, Job, changes
 from ringdp.comm.work import Work
 from ringdp.errors import UsageError
@@ -275,13 +265,8 @@ class Moves(Issuer):
         # buffer: from ranks 0 ... me - 1 | to ranks 0 ... n - 1 | from ranks me + 1 ... n - 1
         sends, to_self = bounds[me * self.size], bounds[me * self.size + me]
         fill(buffer[sends : sends + sum(sent)], input)
-
-        def finish() -> None:
-            own = buffer[to_self : to_self + sent[me]]
-            received = buffer[:sends], own, buffer[sends + sum(sent) :]
-            torch.cat(received, out=writable(out.data))
-            out.copy_back()
-
+        own = buffer[to_self : to_self + sent[me]]
+        finish = partial(out.take, buffer[:sends], own, buffer[sends + sum(sent) :])
         return self._issue(Job(self._program(spec), bounds, buffer, finish=finish), spec)
 
     def _at_root(self, spec: CallSpec, what: str, tensor: Tensor | None) -> Arg | None:

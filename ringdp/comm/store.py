@@ -22,6 +22,7 @@ from ringdp.errors import CommunicationError, UsageError
 from ringdp.transport.store.client import PATIENCE, StoreClient
 
 LOOK_EVERY = 0.005  # s between checks whether rank 0 has arrived
+NUMBERS = ("RANK", "WORLD_SIZE", "MASTER_PORT")
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _stores: dict[tuple[_Place, str], Store] = {}
 _alone: Store = HashStore()  # for a process without torchrun
@@ -72,15 +73,11 @@ def _place(environ: Mapping[str, str]) -> _Place | None:
             f"{', '.join(found)} set, but not {', '.join(missing)}: start the ranks with torchrun, "
             "which sets all of them"
         )
-    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
+    for name in NUMBERS:
         if not found[name].isdecimal():
             raise UsageError(f"{name} is {found[name]!r}; allowed: a whole number, 0 or more")
-    place = _Place(
-        int(found["RANK"]),
-        int(found["WORLD_SIZE"]),
-        found["MASTER_ADDR"],
-        int(found["MASTER_PORT"]),
-    )
+    rank, ranks, port = (int(found[name]) for name in NUMBERS)
+    place = _Place(rank, ranks, found["MASTER_ADDR"], port)
     if place.rank >= place.ranks:
         raise UsageError(f"RANK is {place.rank}; WORLD_SIZE is {place.ranks}: ranks are below it")
     if place.port > 65535:

@@ -43,37 +43,31 @@ def cells(
 
 def row(observed: Observed, rank: int, elsewhere: Sequence[Call] = ()) -> tuple[str, ...]:
     """Return the cells of one rank. `elsewhere`: other communicators' calls that it may be in."""
-    record = observed.record(rank)
+    record, nothing = observed.record(rank), [""] * (len(HEADINGS) - 2)
     if record is None:
-        return (str(rank), "cannot be seen from here", *[""] * (len(HEADINGS) - 2))
+        return (str(rank), "cannot be seen from here", *nothing)
     if record.pid == 0:
-        return (str(rank), "has not attached", *[""] * (len(HEADINGS) - 2))
+        return (str(rank), "has not attached", *nothing)
     state = process_state(record.pid)
+    suffix = f"; {state}" * bool(state)
     if record.begun == SILENT:
-        text = "gives no answer" + f"; {state}" * bool(state)
-        return (str(rank), text, *[""] * (len(HEADINGS) - 2))
-    now = None
-    doing = "user code"
+        return (str(rank), f"gives no answer{suffix}", *nothing)
+    doing, call = "user code", None
     tag = round_ = waits = at = ""
     if record.begun > record.finished:
-        doing = f"#{record.begun - 1}, called too long ago"
-        now = observed.call(rank, record.begun - 1)
+        call = observed.call(rank, record.begun - 1)
+        doing = counted(call) if call else f"#{record.begun - 1}, called too long ago"
         round_ = str(record.round) if record.round >= 0 else ""
         waits = f"rank {record.waits_for}" if record.waits_for >= 0 else ""
-    elif (now := observed.message(rank)) is not None:
-        waits = other_end(now[1])
+    elif call := observed.message(rank):
+        doing, waits = counted(call), other_end(call[1])
     elif elsewhere:
-        _, kind, _, site = elsewhere[0]
-        doing += f", or {counted(elsewhere[0])} of another communicator"
-        tag, at = str(tag_of(kind) or ""), place(site)
-    if now is not None:
-        _, kind, _, site = now
-        doing = counted(now)
-        tag, at = str(tag_of(kind) or ""), place(site)
-    if state:
-        doing = f"{doing}; {state}"
+        call = elsewhere[0]
+        doing += f", or {counted(call)} of another communicator"
+    if call:
+        tag, at = str(tag_of(call[1]) or ""), place(call[3])
     since = f"{record.seconds:.1f} s" if record.begun else ""
-    return (str(rank), doing, tag, round_, waits, since, at, _last(observed, rank, record))
+    return (str(rank), doing + suffix, tag, round_, waits, since, at, _last(observed, rank, record))
 
 
 def missing(observed: Observed, number: int, this_rank: int | None = None) -> str:

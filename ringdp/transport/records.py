@@ -13,6 +13,8 @@ from typing import NamedTuple, Protocol
 from ringdp._core import CALLS as CALLS  # how many calls a rank remembers
 from ringdp._core import SITE_BYTES as SITE_BYTES
 from ringdp._core import Records
+from ringdp._core import call_site as call_site  # the user's file:line now
+from ringdp._core import learn_sites as learn_sites
 
 CLOSED = -1  # as a pid: the rank has closed its communicator
 ELSEWHERE = -2  # as a pid: the process is not visible from here, for instance on another host

@@ -17,6 +17,7 @@ from ringdp import Communicator, PeerLost, UsageError
 from ringdp.comm import job
 from ringdp.comm.call import place
 from ringdp.transport.base import Exchange
+from ringdp.transport.records import call_site
 from tests.comm.failing import Caught, catch, fallible, until_failed
 from tests.ranks import on_ranks
 
@@ -86,7 +87,7 @@ def repeat_different_calls(comm: Communicator, algorithm: str) -> tuple[Caught |
     for call in calls:  # both have been called before
         call()
     number = comm.issued
-    return catch(comm, calls[comm.rank]), place(comm._ready.site()), number  # type: ignore[union-attr]
+    return catch(comm, calls[comm.rank]), place(call_site()), number
 
 
 @by_exchange_and_program

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import weakref
+from types import CodeType
 from typing import Any
 
 import pytest
@@ -12,23 +14,27 @@ import torch
 
 from ringdp import Communicator
 from ringdp.comm import call
-from ringdp.comm.call import call_site, place
-from ringdp.transport.records import SITE_BYTES
+from ringdp.comm.call import place
+from ringdp.transport.records import SITE_BYTES, call_site
 from tests.ranks import on_ranks
 
 
-def call_site_in(file: str, lines: int = 0) -> bytes:
-    """call_site, called by a function of another file on line `lines` + 2."""
+def call_site_in(
+    file: str, lines: int = 0, codes: list[weakref.ref[CodeType]] | None = None
+) -> bytes:
+    """call_site, called by a function of another file on line `lines` + 2; `codes` gets its code."""
     names: dict[str, object] = {}
-    code = "\n" * lines + "def f(call_site):\n    return call_site(1)"
+    code = "\n" * lines + "def f(call_site):\n    return call_site()"
     exec(compile(code, file, "exec"), {}, names)
+    if codes is not None:
+        codes.append(weakref.ref(names["f"].__code__))  # type: ignore[attr-defined]
     return names["f"](call_site)  # type: ignore[operator]
 
 
 def test_call_site_is_the_line_of_the_call():
-    first = call_site(1)  # from here
+    first = call_site()  # from here
     assert place(first).endswith(f"/test_site.py:{first_line()}")
-    assert first is not call_site(1), "another line"
+    assert first is not call_site(), "another line"
     assert len(first) == SITE_BYTES
 
 
@@ -45,7 +51,7 @@ def test_frames_of_ringdp_and_torch_are_skipped():
 
 def test_leaving_a_context_manager_of_ringdp_is_the_users_line():
     names: dict[str, Any] = {}
-    body = "def f(found, call_site):\n    yield\n    found.append(call_site(1))"
+    body = "def f(found, call_site):\n    yield\n    found.append(call_site())"
     exec(compile(body, call.__file__, "exec"), names)
     found: list[bytes] = []
     with contextlib.contextmanager(names["f"])(found, call_site):
@@ -62,19 +68,16 @@ def test_a_long_path_is_cut_at_its_head():
 
 
 def test_the_cache_of_lines_is_bounded():
-    for lines in range(3 * call._MOST_SITES // 2):
-        assert place(call_site_in("made", lines)) == f"made:{lines + 2}"
-    assert len(call._sites) <= call._MOST_SITES
-    assert len(call._codes) <= call._MOST_SITES
+    codes: list[weakref.ref[CodeType]] = []
+    for lines in range(3000):
+        assert place(call_site_in("made", lines, codes)) == f"made:{lines + 2}"
+    assert sum(code() is not None for code in codes) <= 1024
 
 
 def test_a_thread_without_user_code_is_described(monkeypatch):
     monkeypatch.setattr(call, "_OURS", ("/",))
-    sites: dict[int, bytes] = {}
-    monkeypatch.setattr(call, "_sites", sites)
-    monkeypatch.setattr(call, "_site_of", sites.get)
     found: list[bytes] = []
-    thread = threading.Thread(target=lambda: found.append(call_site(1)))
+    thread = threading.Thread(target=lambda: found.append(call_site()))
     thread.start()
     thread.join()
     assert place(found[0]) == "a thread without the user's code"
@@ -99,4 +102,3 @@ def test_a_repeated_call_has_its_own_line(comm: Communicator) -> None:
         check(sys._getframe().f_lineno - 1)
         names["f"](comm, x)  # type: ignore[operator]
         check(sys._getframe().f_lineno - 1)
-        call._sites.clear()

@@ -11,13 +11,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torch._C._distributed_c10d import (
-    AllgatherOptions,
-    AllToAllOptions,
-    BroadcastOptions,
-    GatherOptions,
-    ScatterOptions,
-)
+from torch._C import _distributed_c10d as c10d
 
 from ringdp.comm.backend.calls import (
     Begin,
@@ -44,7 +38,7 @@ class Moves(Calls):
         self, tensors: Tensors, opts: Any = None, timeout: Timeout = None, root: int | None = None
     ) -> GroupWork:
         tensor = single(tensors, "broadcast: tensors")
-        options = options_of(BroadcastOptions, opts, rootRank=root, timeout=timeout)
+        options = options_of(c10d.BroadcastOptions, opts, rootRank=root, timeout=timeout)
         begin = partial(self._comm.broadcast, movable(tensor), options.rootRank)
         return self._call("broadcast", options, [tensor], [begin])
 
@@ -56,7 +50,7 @@ class Moves(Calls):
         timeout: Timeout = None,
     ) -> GroupWork:
         """The parts may differ in size."""
-        options = options_of(AllgatherOptions, opts, timeout=timeout)
+        options = options_of(c10d.AllgatherOptions, opts, timeout=timeout)
         part = movable(single(input_tensors, "allgather: input_tensors"))
         parts = parts_of(output_tensors, input_tensors, "allgather: output_tensors")
         moved = [movable(t) for t in parts]
@@ -71,7 +65,7 @@ class Moves(Calls):
         opts: Any = None,
     ) -> GroupWork:
         """`output_lists`: one list per rank, with tensors for that rank's `input_list`."""
-        options = options_of(AllgatherOptions, opts)
+        options = options_of(c10d.AllgatherOptions, opts)
         begins, finishes = [], []
         for part, *parts in zip(input_list, *output_lists, strict=True):
             whole, finish = output_buffer([movable(t) for t in parts])
@@ -85,7 +79,7 @@ class Moves(Calls):
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> GroupWork:
-        options = options_of(AllgatherOptions, opts)
+        options = options_of(c10d.AllgatherOptions, opts)
 
         def begin(whole: Tensor, part: Tensor) -> Begin:
             return partial(self._comm.all_gather, movable(whole), movable(part))
@@ -103,7 +97,7 @@ class Moves(Calls):
         timeout: Timeout = None,
         root: int | None = None,
     ) -> GroupWork:
-        options = options_of(GatherOptions, opts, rootRank=root, timeout=timeout)
+        options = options_of(c10d.GatherOptions, opts, rootRank=root, timeout=timeout)
         part = single(input_tensors, "gather: input_tensors")
         parts: Sequence[Tensor] = []
         whole, finish = None, None
@@ -116,7 +110,7 @@ class Moves(Calls):
 
     def gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> GroupWork:
         """`output` is ignored on ranks other than the root."""
-        options = options_of(GatherOptions, opts)
+        options = options_of(c10d.GatherOptions, opts)
         whole = movable(output) if self._comm.rank == options.rootRank else None
         begin = partial(self._comm.gather, whole, movable(input), options.rootRank)
         return self._call("gather", options, [output], [begin])
@@ -131,7 +125,7 @@ class Moves(Calls):
         timeout: Timeout = None,
         root: int | None = None,
     ) -> GroupWork:
-        options = options_of(ScatterOptions, opts, rootRank=root, timeout=timeout)
+        options = options_of(c10d.ScatterOptions, opts, rootRank=root, timeout=timeout)
         output, whole = single(output_tensors, "scatter: output_tensors"), None
         if self._comm.rank == options.rootRank:
             parts = parts_of(input_tensors, output_tensors, "scatter: input_tensors")
@@ -151,7 +145,7 @@ class Moves(Calls):
     ) -> GroupWork:
         """Split sizes are along the first dimension. Without them parts are equal and move much
         faster. If only some ranks pass them, all raise CollectiveMismatch."""
-        options = options_of(AllToAllOptions, opts, timeout=timeout)
+        options = options_of(c10d.AllToAllOptions, opts, timeout=timeout)
         to, source = movable(output), movable(input)
         begin: Begin = partial(self._comm.all_to_all, to, source)
         if output_split_sizes or input_split_sizes:
@@ -181,7 +175,7 @@ class Moves(Calls):
         timeout: Timeout = None,
     ) -> GroupWork:
         """The parts may differ in size."""
-        options = options_of(AllToAllOptions, opts, timeout=timeout)
+        options = options_of(c10d.AllToAllOptions, opts, timeout=timeout)
         outputs, inputs = [[movable(t) for t in ts] for ts in (output_tensors, input_tensors)]
         whole, finish = output_buffer(outputs)
         received, sent = sizes(outputs), sizes(inputs)

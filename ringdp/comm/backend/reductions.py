@@ -10,13 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import (
-    AllreduceCoalescedOptions,
-    AllreduceOptions,
-    BarrierOptions,
-    ReduceOptions,
-    ReduceScatterOptions,
-)
+from torch._C import _distributed_c10d as c10d
 
 from ringdp.comm.backend import futures
 from ringdp.comm.backend.buckets import Buckets, comes_from_autograd
@@ -52,7 +46,7 @@ class Reductions(Calls):
         self, tensors: Tensors, opts: Any = None, timeout: Timeout = None, op: Any = None
     ) -> GroupWork:
         tensor = single(tensors, "allreduce: tensors")
-        options = options_of(AllreduceOptions, opts, reduceOp=op, timeout=timeout)
+        options = options_of(c10d.AllreduceOptions, opts, reduceOp=op, timeout=timeout)
         if not comes_from_autograd(sys._getframe()):
             return self._all_reduce(options, [tensor])
         if of_hook := futures.is_of_hook(tensor):
@@ -64,7 +58,7 @@ class Reductions(Calls):
         return work
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> GroupWork:
-        options = options_of(AllreduceCoalescedOptions, opts, reduceOp=None)
+        options = options_of(c10d.AllreduceCoalescedOptions, opts, reduceOp=None)
         return self._all_reduce(options, [tensors] if isinstance(tensors, Tensor) else tensors)
 
     def _all_reduce(self, options: Any, tensors: Sequence[Tensor]) -> GroupWork:
@@ -99,7 +93,7 @@ class Reductions(Calls):
         root: int | None = None,
     ) -> GroupWork:
         tensor = single(tensors, "reduce: tensors")
-        options = options_of(ReduceOptions, opts, rootRank=root, reduceOp=op, timeout=timeout)
+        options = options_of(c10d.ReduceOptions, opts, rootRank=root, reduceOp=op, timeout=timeout)
         to = options.rootRank
         by, scale, finishes = self._reduction_of(options, [tensor])
         begin = partial(self._comm.reduce, tensor, to, by, **scale)
@@ -117,7 +111,7 @@ class Reductions(Calls):
         """The parts may differ in size."""
         output = single(output_tensors, "reduce_scatter: output_tensors")
         parts = parts_of(input_tensors, output_tensors, "reduce_scatter: input_tensors")
-        options = options_of(ReduceScatterOptions, opts, reduceOp=op, timeout=timeout)
+        options = options_of(c10d.ReduceScatterOptions, opts, reduceOp=op, timeout=timeout)
         by, scale, finishes = self._reduction_of(options, [output])
         comm, whole = self._comm, joined(parts)
         begin = partial(comm.reduce_scatter_v, output, whole, sizes(parts), by, **scale)
@@ -129,7 +123,7 @@ class Reductions(Calls):
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> GroupWork:
-        options = options_of(ReduceScatterOptions, opts, reduceOp=None)
+        options = options_of(c10d.ReduceScatterOptions, opts, reduceOp=None)
         op, scale, finishes = self._reduction_of(options, outputs)
 
         def begin(part: Tensor, whole: Tensor) -> Begin:
@@ -142,7 +136,7 @@ class Reductions(Calls):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def barrier(self, opts: Any = None, timeout: Timeout = None) -> GroupWork:
-        options = options_of(BarrierOptions, opts, timeout=timeout)
+        options = options_of(c10d.BarrierOptions, opts, timeout=timeout)
         return self._call("barrier", options, [], [self._comm.barrier])
 
     def monitored_barrier(self, timeout: Timeout = None, wait_all_ranks: bool = False) -> None:
