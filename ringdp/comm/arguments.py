@@ -12,19 +12,32 @@ import torch
 from torch import Tensor
 
 from ringdp.errors import UsageError
-from ringdp.transport.base import Link
+from ringdp.transport.base import DTYPES, Link
 
 MOST = 1 << 56  # elements: csrc counts their bytes in 63 bits
 
 
 def check_tensor(collective: str, given: object, name: str = "tensor") -> None:
-    """Check that `given` is a dense torch tensor."""
+    """Check that `given` is a dense torch tensor of a dtype that collectives take."""
     if not isinstance(given, Tensor):
         found = type(given).__name__
         raise UsageError(f"{collective}: {name} is a {found}; allowed: a torch.Tensor")
     if given.layout is not torch.strided or given.is_nested:
         layout = "nested" if given.is_nested else given.layout
         raise UsageError(f"{collective}: {name} is {layout}; allowed: a dense one")
+    real_dtype(given)
+
+
+def real_dtype(tensor: Tensor) -> torch.dtype:
+    """Return the dtype that is moved, of half the width of a complex one.
+
+    Raises UsageError if collectives do not support it.
+    """
+    dtype = tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
+    if dtype not in DTYPES:
+        names = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
+        raise UsageError(f"collectives take {names}; this tensor is {dtype}")
+    return dtype
 
 
 def check_algorithm(collective: str, given: object) -> None:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ringdp.comm.arguments import real_dtype
 from ringdp.errors import UsageError
 
 
@@ -96,8 +97,7 @@ def flat_output(tensor: Tensor, what: str, *, read: bool = False) -> Flat:
 
 def empty(elements: int, like: Tensor) -> Tensor:
     """Return a new buffer of that many real elements, with the dtype and device of `like`."""
-    dtype = like.dtype.to_real() if like.is_complex() else like.dtype
-    return torch.empty(elements, dtype=dtype, device=like.device)
+    return torch.empty(elements, dtype=real_dtype(like), device=like.device)
 
 
 def fill(buffer: Tensor, source: Tensor) -> None:

@@ -14,18 +14,10 @@ from collections.abc import Iterable, Sequence
 from copy import copy
 from typing import NoReturn
 
-from torch import dtype
-
 from ringdp.comm.call import ANY_RANK, MESSAGES, collective_of, describe, dtype_of, peer_of, tag_of
 from ringdp.comm.table import missing, table
-from ringdp.errors import (
-    CollectiveMismatch,
-    CollectiveTimeout,
-    CommunicationError,
-    PeerLost,
-    UsageError,
-)
-from ringdp.transport.base import DTYPES, MESSAGE, Failure, FailureKind, Stamp, Transport
+from ringdp.errors import CollectiveMismatch, CollectiveTimeout, CommunicationError, PeerLost
+from ringdp.transport.base import MESSAGE, Failure, FailureKind, Stamp, Transport
 from ringdp.transport.records import CALLS, SILENT, Call, Observed
 from ringdp.transport.store.processes import has_ended, process_state
 
@@ -186,10 +178,10 @@ def _disagreement(failure: Failure, seen: Observed, units: Sequence[str]) -> str
         call = calls.get(number)
         text = describe(call, units) if call else f"#{number}, {_why_unknown(r, seen)}"
         lines.append(f"  rank {r}: {text}")
-    called = {collective_of(c[number][1]) for c in (here, there) if number in c}
-    if called == {"all_to_all", "all_to_all_v"}:
+    kinds = [calls[number][1] for calls in (here, there) if number in calls]
+    if {*map(collective_of, kinds)} == {"all_to_all", "all_to_all_v"}:
         lines.append("  give sizes of parts, also if they are equal, on every rank or on none")
-    if len({tag_of(c[number][1]) for c in (here, there) if number in c}) > 1 and units:
+    if len({*map(tag_of, kinds)}) > 1 and units:
         lines.append(
             "  all ranks use units in one order: let what differs by rank, such as experts, lie in "
             "one unit, and what some call more often run within full_parameters()"
@@ -251,10 +243,3 @@ def log_unraised(transport: Transport, call: Call, failure: Failure) -> None:
     """Log, when the process exits, a failure that no call has raised."""
     error = Guard(transport, math.inf)._error(call, failure)
     log.error("at exit, which no call has raised: %s: %s", type(error).__name__, error)
-
-
-def supported(given: dtype) -> None:
-    """Raises UsageError if collectives do not support the dtype."""
-    if given not in DTYPES:
-        names = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
-        raise UsageError(f"collectives take {names}; this tensor is {given}")

@@ -40,7 +40,7 @@ from torch import Tensor
 from ringdp.comm.arguments import MOST, check_algorithm, check_async, check_int, check_tensor
 from ringdp.comm.buffers import type_of, width
 from ringdp.comm.call import COLLECTIVES, NOWHERE, TAGS, fingerprint, line
-from ringdp.comm.guard import UNEVEN, Guard, supported
+from ringdp.comm.guard import UNEVEN, Guard
 from ringdp.comm.programs import program
 from ringdp.comm.work import ENDED, Group, Work
 from ringdp.errors import CommunicationError, UsageError
@@ -167,7 +167,6 @@ class Issuer:
         check_tensor(name, tensor)
         check_algorithm(name, algorithm)
         check_async(name, async_op)
-        supported(tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype)
         tag = check_int(name, "tag", tag, TAGS - 1, "tags")
         root = check_int(name, "root", root, self.size - 1, "ranks")
         if self.closed:

@@ -69,7 +69,7 @@ def init(
                               like nccl
                    nccl-host, peer-host  the same code over host memory, for tests and study
     """
-    global _world, _worlds
+    global _world
     if not (isinstance(transport, str) and transport in get_args(TransportName)):
         names = ", ".join(get_args(TransportName))
         raise UsageError(f"transport is {transport!r}; allowed: {names}")
@@ -80,18 +80,18 @@ def init(
     store, rank, ranks = job_store(timeout)
     name = f"{generation(store, rank)}"
     _world = _create(store, rank, ranks, name, transport, link, timeout, warn_after)
-    _worlds = [*filter(_open, _worlds), weakref.ref(_world)]
+    _worlds.append(weakref.ref(_world))
     return _world
 
 
 def last() -> Communicator | None:
     """Return the last communicator from `init` that is not closed, or None."""
-    return next(filter(None, map(_open, reversed(_worlds))), None)
-
-
-def _open(made: weakref.ref[Communicator]) -> Communicator | None:
-    comm = made()
-    return comm if comm and not comm.closed else None
+    while _worlds:
+        comm = _worlds[-1]()
+        if comm and not comm.closed:
+            return comm
+        _worlds.pop()
+    return None
 
 
 def communicator_of(ranks: object = None, tensors: Iterable[Tensor] = ()) -> Communicator:

@@ -11,7 +11,6 @@ import socket
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from time import monotonic, sleep
 from typing import NamedTuple
 
@@ -20,6 +19,7 @@ from torch.distributed import DistError
 
 from ringdp.errors import CommunicationError, UsageError
 from ringdp.transport.store.client import PATIENCE, StoreClient
+from ringdp.transport.store.processes import boot_id
 
 LOOK_EVERY = 0.005  # s between checks whether rank 0 has arrived
 NUMBERS = ("RANK", "WORLD_SIZE", "MASTER_PORT")
@@ -30,8 +30,7 @@ _alone: Store = HashStore()  # for a process without torchrun
 
 def host() -> str:
     """Return this host's name and its boot id, which is unique."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-    return f"{socket.gethostname()} {boot}"
+    return f"{socket.gethostname()} {boot_id()}"
 
 
 def job_store(timeout: float) -> tuple[Store, int, int]:

@@ -67,7 +67,11 @@ def stat(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
 
 
+def boot_id() -> str:
+    """Return the unique id of this boot of the host."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+
+
 def _pid_namespace() -> str:
     """Return the boot and pid namespace, which processes that see one another share."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-    return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
+    return f"{boot_id()} {os.stat('/proc/self/ns/pid').st_ino}"
