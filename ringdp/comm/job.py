@@ -193,11 +193,7 @@ class Issuer:
         return bounds_of(elements if rank == root else 0 for rank in range(self.size))
 
     def _shards(
-        self,
-        spec: CallSpec,
-        part: Arg,
-        whole: Arg | None,
-        sizes: Sequence[int] | None,
+        self, spec: CallSpec, part: Arg, whole: Arg | None, sizes: Sequence[int] | None
     ) -> tuple[int, ...]:
         """Return every rank's share of the whole in real elements: `sizes`, or `part`'s for all.
 

@@ -24,7 +24,6 @@ from ringdp.comm.rendezvous import through
 from ringdp.errors import CommunicationError
 
 NAME = "ringdp"
-DEVICES = ("cpu", "cuda")
 log = logging.getLogger("ringdp")
 
 
@@ -142,7 +141,7 @@ class Group(Reductions, Moves, ProcessGroup):  # type: ignore[misc]
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return list(map(torch.device, DEVICES))
+        return [torch.device("cpu"), torch.device("cuda")]
 
     def get_backend(self, device: torch.device) -> Group:
         return self
