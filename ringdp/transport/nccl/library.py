@@ -73,10 +73,8 @@ def binding(*, host: bool) -> Binding:
 
     Raises UsageError if CuPy or a library is missing, or if the process has loaded another one.
     """
-    if host:
-        _load_host()
-    elif not loaded():
-        _load_nccl()
+    if not loaded():
+        (_load_host if host else _load_nccl)()
     try:
         found = import_module("cupy_backends.cuda.libs.nccl")
     except ImportError as e:
@@ -103,8 +101,6 @@ def check_loaded(paths: list[str], host: bool) -> None:
 
 
 def _load_host() -> None:
-    if others := [path for path in loaded() if path != str(HOST)]:
-        raise UsageError(f"asked for the host library, but this process has loaded {others[0]}")
     try:
         ctypes.CDLL(str(HOST), ctypes.RTLD_GLOBAL)
     except OSError as e:
