@@ -156,17 +156,11 @@ class DeviceTransport(Watching):
                 self._under_way.append(work)
         self._end(ticket, sent)
 
-    def _never(self) -> int:
-        """A ticket that never ends. A wait for it raises the failure."""
-        ticket = next(self._tickets)
-        self._open[ticket] = None
-        return ticket
-
     def _capture(self, ours: Stamped, act: Callable[[], int]) -> int:
         """Capture the collective in a CUDA graph, on the caller's thread. No stamps are exchanged,
         as replays are not compared. The caller's stream is ordered behind it at once."""
         self._await_quiet()
-        arrival = self._streams.arrival()
+        ticket, arrival, sent = next(self._tickets), self._streams.arrival(), 0
         try:
             with self._streams.current(), self._translated():
                 self._streams.follow(arrival)
@@ -174,12 +168,11 @@ class DeviceTransport(Watching):
             self._streams.settle(end)
         except Failed as e:
             self._failures.fail(*e.report)
-            return self._never()
-        ticket = next(self._tickets)
 
         def captured() -> None:
-            self._status.end(ours.call[0])
-            self._end(ticket, sent)
+            if self._failures.failure is None:  # else a wait for it raises the failure
+                self._status.end(ours.call[0])
+                self._end(ticket, sent)
 
         return self._hand_over(self._jobs, ticket, ours, captured)
 
