@@ -16,7 +16,7 @@ from functools import partial
 from weakref import WeakSet
 
 import torch
-from torch.distributed import DistError
+from torch.distributed import DistError, ProcessGroup, Work
 
 from ringdp.transport import threads
 from ringdp.transport.base import FailureKind
@@ -29,7 +29,7 @@ from ringdp.transport.store.status import StatusBoard
 SHORTEST = timedelta(milliseconds=1)
 
 
-def watch_for_end(group: wire.Group, failures: Failures, rank: int) -> None:
+def watch_for_end(group: ProcessGroup, failures: Failures, rank: int) -> None:
     """Wait until that rank's connection drops, and report the rank as LOST unless it has closed."""
     try:
         group.recv([torch.empty(1)], rank, ENDS).wait(wire.LONG)
@@ -47,7 +47,7 @@ def retire(
     board: StatusBoard,
     store: StoreClient,
     queues: Sequence[threads.Queue],
-    group: wire.Group,
+    group: ProcessGroup,
     sending: WeakSet[threading.Thread],
     process: int,
 ) -> None:
@@ -64,14 +64,14 @@ def retire(
         threads.spawn(partial(_cut_after, group, list(sending)), "ringdp-c10d")
 
 
-def _cut_after(group: wire.Group, sending: list[threading.Thread]) -> None:
+def _cut_after(group: ProcessGroup, sending: list[threading.Thread]) -> None:
     """Cut the connections once these threads have sent their messages."""
     for thread in sending:
         thread.join()
     cut(group)
 
 
-def cut(group: wire.Group) -> None:
+def cut(group: ProcessGroup) -> None:
     """End all waits and connections of this rank, which gloo does once one wait has timed out."""
     if group.size() > 1:
         with suppress(RuntimeError):
@@ -79,7 +79,7 @@ def cut(group: wire.Group) -> None:
             group.recv([torch.empty(1)], neighbour, CUT).wait(SHORTEST)
 
 
-def hold(parts: list[wire.Pending]) -> None:
+def hold(parts: list[Work]) -> None:
     """Keep a message alive until it has been sent. If sending fails, only the receiver notices."""
     with suppress(RuntimeError):
         for part in parts:

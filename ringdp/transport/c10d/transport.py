@@ -21,12 +21,14 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup, Work
 from torch.distributed.distributed_c10d import Store
 
 from ringdp.schedule.program import NONE
 from ringdp.transport import threads
 from ringdp.transport.base import (
     MESSAGE,
+    NOTHING,
     Exchange,
     Failure,
     FailureKind,
@@ -55,7 +57,7 @@ class Failed(Exception):
         self,
         kind: FailureKind,
         rank: int,
-        stamps: tuple[Stamp, Stamp] | None = None,
+        stamps: tuple[Stamp, Stamp] = (NOTHING, NOTHING),
         why: str = "",
     ) -> None:
         self.report = kind, rank, stamps, why
@@ -67,7 +69,7 @@ class C10dTransport(Reporting):
     device = torch.device("cpu")
     depth: float | None = math.inf  # sent messages wait in memory
 
-    def __init__(self, store: Store, group: wire.Group) -> None:
+    def __init__(self, store: Store, group: ProcessGroup) -> None:
         """`store` and `group` must not be used by anything else."""
         super().__init__(store, group.rank(), group.size())
         self._group, self._process = group, os.getpid()
@@ -142,7 +144,7 @@ class C10dTransport(Reporting):
             else:
                 self._spawn(partial(finish, parts))
 
-        def finish(parts: list[wire.Pending]) -> None:
+        def finish(parts: list[Work]) -> None:
             for part in parts:
                 self._until(part, to)
             self._end(ticket, size)
@@ -216,7 +218,7 @@ class C10dTransport(Reporting):
             return  # after a failure, no collective ends
         number = ours.call[0]
         rows = Rows(run.program, buffer, run.bounds, run.op)
-        sends: list[tuple[wire.Pending, int, int]] = []
+        sends: list[tuple[Work, int, int]] = []
         bytes_sent = 0
         for row in run.program:
             self._status.waits(row.round, row.recv_peer)
@@ -261,7 +263,7 @@ class C10dTransport(Reporting):
         except RuntimeError as e:
             raise Failed(FailureKind.LOST, some_rank(peer, self.rank)) from e
 
-    def _until(self, part: wire.Pending, peer: int) -> None:
+    def _until(self, part: Work, peer: int) -> None:
         with self._failures.waits_for(peer), self._talking(peer):
             part.wait(wire.LONG)
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroupGloo
+from torch.distributed import ProcessGroup, ProcessGroupGloo, Work
 from torch.distributed.distributed_c10d import Store
 
 from ringdp.errors import CommunicationError, UsageError
@@ -31,24 +31,7 @@ TAGS = RESTS - USERS
 LONG = timedelta(days=365)  # callers enforce timeouts of their own
 
 
-class Pending(Protocol):
-    """torch's Work."""
-
-    def wait(self, timeout: timedelta, /) -> object: ...
-    def _source_rank(self) -> int: ...
-
-
-class Group(Protocol):
-    """The methods used of a torch.distributed group or backend."""
-
-    def rank(self) -> int: ...
-    def size(self) -> int: ...
-    def send(self, tensors: list[Tensor], dst: int, tag: int, /) -> Pending: ...
-    def recv(self, tensors: list[Tensor], src: int, tag: int, /) -> Pending: ...
-    def recv_anysource(self, tensors: list[Tensor], tag: int, /) -> Pending: ...
-
-
-def gloo(handshake: Handshake, store: Store, timeout: timedelta) -> Group:
+def gloo(handshake: Handshake, store: Store, timeout: timedelta) -> ProcessGroup:
     """Make a gloo group of all ranks, which meet through `store`. Collective.
 
     Raises CommunicationError if the ranks do not meet.
@@ -64,12 +47,12 @@ def gloo(handshake: Handshake, store: Store, timeout: timedelta) -> Group:
         raise CommunicationError(
             f"rank {handshake.rank} cannot reach the others by gloo: {e}"
         ) from e
-    return cast(Group, made)
+    return cast(ProcessGroup, made)  # it has a group's methods
 
 
 def send(
-    group: Group, payload: Tensor, to: int, stamp: Stamp, tag: int, rest_tag: int
-) -> list[Pending]:
+    group: ProcessGroup, payload: Tensor, to: int, stamp: Stamp, tag: int, rest_tag: int
+) -> list[Work]:
     """Start sending `payload`, which is copied and may be changed at once."""
     number, kind, _ = stamp
     data = as_bytes(payload)
@@ -85,7 +68,7 @@ def send(
 class Incoming:
     """A message that is being received."""
 
-    def __init__(self, group: Group, sender: int, tag: int) -> None:
+    def __init__(self, group: ProcessGroup, sender: int, tag: int) -> None:
         """Post the receive of the first part from `sender`, or from any rank if it is -1."""
         self._group, self._first = group, torch.empty(STAMP_BYTES + INLINE, dtype=torch.uint8)
         if sender < 0:
@@ -99,9 +82,7 @@ class Incoming:
         number, kind, length = self._first[:STAMP_BYTES].clone().view(torch.int64).tolist()
         return number, kind, length
 
-    def take(
-        self, into: Tensor, sender: int, rest_tag: int, wait: Callable[[Pending], None]
-    ) -> None:
+    def take(self, into: Tensor, sender: int, rest_tag: int, wait: Callable[[Work], None]) -> None:
         """Receive the payload into a buffer, which must be as long as the stamp says."""
         data = as_bytes(into)
         data[:INLINE] = self._first[STAMP_BYTES : STAMP_BYTES + len(data)]

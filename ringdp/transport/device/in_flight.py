@@ -22,12 +22,12 @@ from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import Store
 
 from ringdp import _core
 from ringdp.errors import UsageError
 from ringdp.transport.base import Failure, FailureKind, Stamped, Transport
-from ringdp.transport.c10d import wire
 from ringdp.transport.c10d.transport import C10dTransport, Failed, attempt
 from ringdp.transport.device.launch_queue import leave
 from ringdp.transport.device.streams import End, streams
@@ -45,7 +45,7 @@ class Given(NamedTuple):
     """What a transport is made of. It shares the store and the group with nobody."""
 
     store: Store
-    group: wire.Group
+    group: ProcessGroup
     handshake: Handshake
     unheard: Callable[[Transport, Call, Failure], None]  # reports a failure that no call has raised
 
