@@ -18,7 +18,7 @@ from ringdp.transport.c10d.shutdown import watch_for_end
 from ringdp.transport.store.client import PATIENCE, StoreClient, StoreSilent
 from ringdp.transport.store.failures import Failures
 from ringdp.transport.store.handshake import Handshake
-from ringdp.transport.store.status import Reporting
+from ringdp.transport.store.processes import pid_of
 
 SHORT = 0.05  # seconds
 
@@ -127,16 +127,15 @@ def test_a_lost_rank_is_reported_although_the_store_was_silent(store_client, sto
 class Busy(HashStore):
     """A store that at first answers later than is allowed afterwards."""
 
-    def clone(self) -> Busy:
-        return self
-
     def set(self, key: str, value: str) -> None:
         time.sleep(1.5 * PATIENCE)
         super().set(key, value)
 
 
 def test_joining_waits_for_a_busy_store_up_to_the_timeout():
-    assert Reporting(Busy(), 0, 1).record(0).pid == os.getpid()
+    store = Busy()
+    with Handshake(store, 0, 1).session():
+        assert pid_of(store, 0) == os.getpid()
 
 
 def test_making_a_communicator_over_a_silent_store_times_out(stopped: Stopped):

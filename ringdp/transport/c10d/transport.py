@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
-from weakref import WeakSet
+from weakref import WeakMethod, WeakSet
 
 import torch
 from torch import Tensor
@@ -37,14 +37,16 @@ from ringdp.transport.base import (
     Run,
     Stamp,
     Stamped,
+    Transport,
 )
 from ringdp.transport.c10d import wire
 from ringdp.transport.c10d.shutdown import cut, hold, retire, watch_for_end
 from ringdp.transport.c10d.wire import COLLECTIVE, rest_tag, tag_of
-from ringdp.transport.records import Call
+from ringdp.transport.records import Call, Observed, RankRecord
 from ringdp.transport.rows import Rows, Unequal
+from ringdp.transport.store.client import StoreClient
 from ringdp.transport.store.failures import Failures, some_rank
-from ringdp.transport.store.status import Reporting, listen
+from ringdp.transport.store.status import StatusBoard, listen
 
 SHORT = 64 << 10  # bytes up to which a send does not wait for its receiver, as in shared memory
 GOLDEN = 0x9E3779B97F4A7C15  # see csrc/progress.hpp
@@ -63,16 +65,21 @@ class Failed(Exception):
         self.report = kind, rank, stamps, why
 
 
-class C10dTransport(Reporting):
-    """One rank's end of a group. See `Transport`."""
+class C10dTransport(Transport):
+    """One rank's end of a group."""
 
     device = torch.device("cpu")
     depth: float | None = math.inf  # sent messages wait in memory
 
     def __init__(self, store: Store, group: ProcessGroup) -> None:
         """`store` and `group` must not be used by anything else."""
-        super().__init__(store, group.rank(), group.size())
+        self.rank, self.ranks = group.rank(), group.size()
         self._group, self._process = group, os.getpid()
+        self._store = StoreClient(lambda: store)
+        whole = self._store, self.rank, self.ranks
+        busy = WeakMethod(self._busy)  # the listening thread must not keep the transport alive
+        self._failures = Failures(*whole, lambda: bool((ask := busy()) and ask()))
+        self._status = StatusBoard(*whole)
         self._tickets, self._rests = count(1), count()
         self._digest, self._sent = 1, 0
         self._open = dict[int, None]()  # tickets of collectives and messages that have not ended
@@ -194,6 +201,23 @@ class C10dTransport(Reporting):
 
     def fail(self, kind: FailureKind, rank: int) -> None:
         self._failures.fail(kind, rank)
+
+    def record(self, rank: int) -> RankRecord | None:
+        return self._status.state().record if rank == self.rank else None
+
+    def call(self, rank: int, number: int) -> Call | None:
+        return self._status.state().calls.get(number) if rank == self.rank else None
+
+    def message(self, rank: int) -> Call | None:
+        return self._status.message if rank == self.rank else None
+
+    def tell(self, call: Call | None) -> None:
+        self._status.message = call
+
+    def survey(self) -> Observed:
+        failure = self._failures.failure
+        lost = failure.rank if failure and failure.kind is FailureKind.LOST else -1
+        return self._status.survey(failed=failure is not None, lost=lost)
 
     def sent_bytes(self) -> int:
         return self._sent

@@ -20,12 +20,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
-from weakref import WeakMethod
 
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
-from ringdp.transport.base import FailureKind, Transport
 from ringdp.transport.records import (
     CALLS,
     CLOSED,
@@ -158,39 +156,6 @@ class StatusBoard:
                 self._answered = asked
                 key, state = f"state/{self._rank}", written(asked, self.state(closed=closed))
                 self._store.ask(lambda store: store.set(key, state), later=True)
-
-
-class Reporting(Transport):
-    """Base of transports without shared memory, which makes them `Observed` through a store."""
-
-    def __init__(self, store: Store, rank: int, ranks: int) -> None:
-        """Nothing else may use `store` or its connection."""
-        self._store = StoreClient(lambda: store)
-        self.rank, self.ranks = rank, ranks
-        busy = WeakMethod(self._busy)  # the listening thread must not keep the transport alive
-        self._failures = Failures(self._store, rank, ranks, lambda: bool((ask := busy()) and ask()))
-        self._status = StatusBoard(self._store, rank, ranks)
-
-    def _busy(self) -> bool:
-        """Return whether anything that this rank has started has not ended."""
-        raise NotImplementedError
-
-    def record(self, rank: int) -> RankRecord | None:
-        return self._status.state().record if rank == self.rank else None
-
-    def call(self, rank: int, number: int) -> Call | None:
-        return self._status.state().calls.get(number) if rank == self.rank else None
-
-    def message(self, rank: int) -> Call | None:
-        return self._status.message if rank == self.rank else None
-
-    def tell(self, call: Call | None) -> None:
-        self._status.message = call
-
-    def survey(self) -> Observed:
-        failure = self._failures.failure
-        lost = failure.rank if failure and failure.kind is FailureKind.LOST else -1
-        return self._status.survey(failed=failure is not None, lost=lost)
 
 
 def listen(failures: Failures, board: StatusBoard) -> None:
