@@ -286,7 +286,7 @@ class Transport(Observed, Protocol):
         return os.getpid() != self._process
 
     def _check_process(self) -> None:
-        if self._forked:
+        if os.getpid() != self._process:  # not `_forked`: 0.1 µs
             raise UsageError(
                 f"this communicator belongs to process {self._process}; process {os.getpid()}, "
                 "forked from it, cannot use it"
