@@ -14,17 +14,11 @@ def ring_reduce_scatter(n: int) -> Schedule:
     n - 1 rounds, (n-1)/n S sent (Patarasuk & Yuan 2009). The fold starts at a different rank for
     each chunk, so rounding depends on the chunk boundaries.
     """
-    return Schedule(
-        n,
-        n,
-        tuple(
-            tuple(
-                Transfer(i, (i + 1) % n, (i - r - 1) % n, (i - r - 1) % n, reduce=True)
-                for i in range(n)
-            )
-            for r in range(n - 1)
-        ),
-    )
+    rounds = []
+    for r in range(n - 1):
+        sent = [(i - r - 1) % n for i in range(n)]
+        rounds.append(tuple(Transfer(i, (i + 1) % n, c, c, True) for i, c in enumerate(sent)))
+    return Schedule(n, n, tuple(rounds))
 
 
 def ring_all_gather(n: int) -> Schedule:
@@ -42,18 +36,11 @@ def ring_broadcast(n: int) -> Schedule:
 
     2n - 2 rounds. Each rank but the last sends S; every link carries one chunk at a time.
     """
-    return Schedule(
-        n,
-        n,
-        tuple(
-            tuple(
-                Transfer(i, i + 1, r - i, r - i, reduce=False)
-                for i in range(n - 1)
-                if 0 <= r - i < n
-            )
-            for r in range(2 * n - 2)
-        ),
-    )
+    rounds = [
+        tuple(Transfer(i, i + 1, r - i, r - i, False) for i in range(n - 1) if 0 <= r - i < n)
+        for r in range(2 * n - 2)
+    ]
+    return Schedule(n, n, tuple(rounds))
 
 
 def two_way_reduce_scatter(n: int) -> Schedule:

@@ -20,14 +20,11 @@ def binomial_broadcast(n: int) -> Schedule:
 
     ceil(log2 n) rounds; rank 0 sends ceil(log2 n) S. For powers of two this is the binomial tree.
     """
-    return Schedule(
-        n,
-        1,
-        tuple(
-            tuple(Transfer(s.first, s.middle, 0, 0, reduce=False) for s in level)
-            for level in _levels(n)
-        ),
-    )
+    rounds = [
+        tuple(Transfer(s.first, s.middle, 0, 0, reduce=False) for s in level)
+        for level in _levels(n)
+    ]
+    return Schedule(n, 1, tuple(rounds))
 
 
 def binomial_reduce(n: int) -> Schedule:
@@ -40,30 +37,24 @@ def binomial_scatter(n: int) -> Schedule:
 
     ceil(log2 n) rounds; rank 0 sends (n-1)/n S.
     """
-    return Schedule(
-        n,
-        n,
+    rounds = [
         tuple(
-            tuple(
-                Transfer(s.first, s.middle, chunk, chunk, reduce=False)
-                for s in level
-                for chunk in range(s.middle, s.last)
-            )
-            for level in _levels(n)
-        ),
-    )
+            Transfer(s.first, s.middle, chunk, chunk, reduce=False)
+            for s in level
+            for chunk in range(s.middle, s.last)
+        )
+        for level in _levels(n)
+    ]
+    return Schedule(n, n, tuple(rounds))
 
 
 def binomial_gather(n: int) -> Schedule:
     """The scatter in reverse. (Not its transpose, which would add to undefined chunks.)"""
-    return Schedule(
-        n,
-        n,
-        tuple(
-            tuple(Transfer(t.dst, t.src, t.write, t.read, reduce=False) for t in r)
-            for r in reversed(binomial_scatter(n).rounds)
-        ),
-    )
+    rounds = [
+        tuple(Transfer(t.dst, t.src, t.write, t.read, reduce=False) for t in r)
+        for r in reversed(binomial_scatter(n).rounds)
+    ]
+    return Schedule(n, n, tuple(rounds))
 
 
 def tree_all_reduce(n: int) -> Schedule:
@@ -90,15 +81,11 @@ def _tree_reduce(n: int) -> Schedule:
         above = (rank ^ bit) | bit << 1
         return above if above < n else rank ^ bit
 
-    heights = range((n - 1).bit_length())
-    return Schedule(
-        n,
-        1,
-        tuple(
-            tuple(Transfer(r, parent(r), 0, 0, reduce=True) for r in range(1 << h, n, 2 << h))
-            for h in heights
-        ),
-    )
+    rounds = [
+        tuple(Transfer(r, parent(r), 0, 0, reduce=True) for r in range(1 << h, n, 2 << h))
+        for h in range((n - 1).bit_length())
+    ]
+    return Schedule(n, 1, tuple(rounds))
 
 
 def _levels(n: int) -> list[list[Split]]:
