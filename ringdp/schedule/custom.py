@@ -89,34 +89,29 @@ def name_of(algorithm: str | Builder) -> str:
 
 def _build(builder: Builder, name: str, n: int) -> Schedule:
     """Return builder(n), checked, with all its numbers converted to int."""
+    call = f"{name}({n})"
     try:
         plan = builder(n)
     except (Exception, SystemExit) as error:
         file = getattr(getattr(builder, "__code__", None), "co_filename", "")
-        raise UsageError(f"{name}({n}) raised {said(error, file)}") from error
+        raise UsageError(f"{call} raised {said(error, file)}") from error
     if not isinstance(plan, Schedule):
-        raise UsageError(f"{name}({n}) returned {short(plan)}; allowed: a ringdp.schedule.Schedule")
+        raise UsageError(f"{call} returned {short(plan)}; allowed: a ringdp.schedule.Schedule")
     if plan.ranks != n:
-        raise UsageError(f"{name}({n}) returned a schedule over {plan.ranks} ranks; allowed: {n}")
+        raise UsageError(f"{call} returned a schedule over {plan.ranks} ranks; allowed: {n}")
     if not isinstance(plan.chunks, int) or plan.chunks < 1:
-        raise UsageError(
-            f"{name}({n}) returned a schedule of {short(plan.chunks)} chunks; allowed: at least 1"
-        )
-    return Schedule(
-        n,
-        plan.chunks,
-        tuple(
-            tuple(_transfer(t, f"{name}({n})", r) for t in ts) for r, ts in enumerate(plan.rounds)
-        ),
-    )
+        count = short(plan.chunks)
+        raise UsageError(f"{call} returned a schedule of {count} chunks; allowed: at least 1")
+    rounds = [tuple(_transfer(t, call, r) for t in ts) for r, ts in enumerate(plan.rounds)]
+    return Schedule(n, plan.chunks, tuple(rounds))
 
 
-def _transfer(t: Transfer, what: str, r: int) -> Transfer:
+def _transfer(t: Transfer, call: str, r: int) -> Transfer:
     try:
         src, dst, read, write = (index(number) for number in t[:4])
     except TypeError:
         raise UsageError(
-            f"{what} returned {short(t)} in round {r}; "
+            f"{call} returned {short(t)} in round {r}; "
             "allowed: Transfer(src, dst, read, write, reduce) of whole numbers"
         ) from None
     return Transfer(src, dst, read, write, bool(t.reduce))

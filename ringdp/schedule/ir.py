@@ -124,14 +124,9 @@ class Schedule:
         cuts = len(pieces[0])
         scratch = range(c, c + self.scratch * cuts)
         pieces += [list(scratch[s * cuts : (s + 1) * cuts]) for s in range(self.scratch)]
-        return Schedule(
-            n,
-            c,
-            tuple(
-                tuple(t for cut in range(cuts) for t in _rename(r, ranks, [p[cut] for p in pieces]))
-                for r in self.rounds
-            ),
-        )
+        names = [[piece[cut] for piece in pieces] for cut in range(cuts)]
+        rounds = [tuple(t for cut in names for t in _rename(r, ranks, cut)) for r in self.rounds]
+        return Schedule(n, c, tuple(rounds))
 
     def transpose(self) -> Schedule:
         """Reverse the rounds, swap source and destination, and swap reduce and copy.
@@ -140,14 +135,11 @@ class Schedule:
         reduce-scatter into an all-gather and a broadcast into a reduce. It is exact only if a slot
         is dead once it has been the source of a reduce, so verify the result.
         """
-        return Schedule(
-            self.ranks,
-            self.chunks,
-            tuple(
-                tuple(Transfer(t.dst, t.src, t.write, t.read, not t.reduce) for t in r)
-                for r in reversed(self.rounds)
-            ),
-        )
+        rounds = [
+            tuple(Transfer(t.dst, t.src, t.write, t.read, not t.reduce) for t in r)
+            for r in reversed(self.rounds)
+        ]
+        return Schedule(self.ranks, self.chunks, tuple(rounds))
 
 
 def short(value: object) -> str:
