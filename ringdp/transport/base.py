@@ -151,8 +151,8 @@ class Prepared(Protocol):
     The transport keeps the buffers of collectives and messages alive until they end: the caller
     may return first, and after Ctrl-C it may never see the ticket.
     Starting a collective assigns its number atomically with respect to Ctrl-C. Every message
-    carries the number and a digest of this call's kind and all earlier ones; a receiver that
-    expects others fails (MISMATCH). After a failure, found here or reported by another rank, no
+    carries the number and a digest of this call and all earlier ones; a receiver that expects
+    others fails (MISMATCH). After a failure, found here or reported by another rank, no
     collective ends any more.
     """
 

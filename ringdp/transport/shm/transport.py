@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from io import FileIO
 from itertools import chain
 from os import dup
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -37,7 +37,6 @@ from ringdp.transport.base import (
     Transport,
 )
 from ringdp.transport.records import Call, Observed, RankRecord, read_record
-from ringdp.transport.shm.fifo import FifoShape, fifo_shape
 from ringdp.transport.shm.files import (
     Address,
     advice,
@@ -48,6 +47,9 @@ from ringdp.transport.shm.files import (
 )
 from ringdp.transport.shm.watch import NAME
 from ringdp.transport.store.handshake import Handshake
+
+IN_FLIGHT = 16  # slabs from one rank to all others, over a link
+LEAST_DEPTH = 4  # slots of a FIFO
 
 
 class ShmTransport(Transport):
@@ -256,6 +258,31 @@ class ShmTransport(Transport):
             self.kept.pop(ticket, None)
         for ticket in self._mail.ended():
             self.messages.pop(ticket, None)
+
+
+class FifoShape(NamedTuple):
+    """The size of each FIFO between two ranks."""
+
+    depth: int  # slots that a program may need
+    stride: int  # slabs of a chunk in flight at once; multiplies the slots
+    slab: int  # bytes of a slot
+
+    @property
+    def slots(self) -> int:
+        return self.depth * self.stride
+
+
+def fifo_shape(ranks: int, link: Link | None) -> FifoShape:
+    """Return the shape of the FIFOs of so many ranks.
+
+    Slabs are small enough that a message of some hundred KiB pipelines. Fused rings need 2 slots,
+    halving more; 16 slots exceed a core's cache, for the reason in Note [room] in
+    csrc/exchange.hpp: a ring of 2 ranks took 590 µs for 4 MiB with 4 slots and takes 290 with 16.
+    """
+    slab = max(4 << 10, min(64 << 10, (512 << 10) // ranks) & -64)
+    if link:
+        return FifoShape(LEAST_DEPTH, max(1, IN_FLIGHT // ranks), slab)
+    return FifoShape(max(LEAST_DEPTH, 32 // ranks), 1, slab)
 
 
 @contextmanager
