@@ -1,4 +1,4 @@
-"""Plots results: busbw by size with prediction and bound, crossovers of algorithms, and a step.
+"""Plots results: busbw by size with prediction and bound, and a step.
 
 Needs matplotlib (the extra `plot`). Equal results give files that are equal byte for byte.
 """
@@ -41,12 +41,8 @@ Value = Callable[[Row], float | None]
 def bandwidth(report: Report) -> Figure:
     """busbw by size: ringdp's measured, predicted and bound, and the peers'."""
     rows = report.rows
-    first = rows[0]
-    figure, axes = _axes(rows, f"{first.collective}, {first.ranks} ranks, {first.dtype}")
-    axes.set_ylabel("busbw, GB/s")
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
-    for label, color in zip(_labels(r for r in rows if r.ours), OURS, strict=False):
+    figure, axes = _axes(rows)
+    for label, color in zip(dict.fromkeys(r.label for r in rows if r.ours), OURS, strict=False):
         mine = [r for r in rows if r.ours and r.label == label]
         _line(axes, mine, lambda r: r.busbw, label=_name(mine[0]), color=color, marker="o", lw=2.2)
         _line(axes, mine, _at(lambda r: r.predicted_us), color=color, ls="--", lw=1.2)
@@ -58,29 +54,7 @@ def bandwidth(report: Report) -> Figure:
             _line(axes, theirs, lambda r: r.busbw, label=peer, color=color, marker=".", lw=1.4)
     for name, style in {"measured": "-", "predicted": "--", "bound": ":"}.items():
         axes.plot([], [], label=name, color=INK, ls=style, lw=1.4)
-    _legend(axes)
-    return figure
-
-
-def crossovers(report: Report) -> Figure:
-    """Each algorithm's time over the fastest one's at the same size."""
-    rows = report.rows
-    first = rows[0]
-    best = {size: min(r.p50_us for r in rows if r.bytes == size) for size in _sizes(rows)}
-    figure, axes = _axes(rows, f"{first.collective}, {first.ranks} ranks, {first.dtype}")
-    axes.set_ylabel("median time / that of the fastest algorithm")
-    for label, color in zip(_labels(rows), OURS, strict=False):
-        mine = [r for r in rows if r.label == label]
-        _line(
-            axes,
-            mine,
-            lambda r: r.p50_us / best[r.bytes],
-            label=label,
-            color=color,
-            marker="o",
-            lw=2,
-        )
-    _legend(axes)
+    axes.legend(frameon=False, fontsize=10, loc="upper left", bbox_to_anchor=(1.01, 1.02))
     return figure
 
 
@@ -115,23 +89,23 @@ def save(figure: Figure, path: Path) -> None:
     figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
 
 
-def _axes(rows: Sequence[Row], title: str) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=INCHES)
+def _axes(rows: Sequence[Row]) -> tuple[Figure, Axes]:
+    figure, first = Figure(figsize=INCHES), rows[0]
     axes = figure.subplots()
+    title = f"{first.collective}, {first.ranks} ranks, {first.dtype}"
     axes.set_title(title, loc="left", color=INK, fontsize=12)
     axes.set_xscale("log", base=2)
-    sizes = _sizes(rows)
+    sizes = sorted({r.bytes for r in rows})
     axes.xaxis.set_major_locator(FixedLocator(sizes))
     axes.xaxis.set_major_formatter(FixedFormatter([_bytes(s) for s in sizes]))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel("bytes")
+    axes.set_ylabel("busbw, GB/s")
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
     axes.grid(color=GRID, lw=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     return figure, axes
-
-
-def _legend(axes: Axes) -> None:
-    axes.legend(frameon=False, fontsize=10, loc="upper left", bbox_to_anchor=(1.01, 1.02))
 
 
 def _line(axes: Axes, rows: Sequence[Row], value: Value, **style: object) -> None:
@@ -151,14 +125,6 @@ def _name(row: Row) -> str:
     )
 
 
-def _labels(rows: Iterable[Row]) -> list[str]:
-    return list(dict.fromkeys(r.label for r in rows))
-
-
-def _sizes(rows: Sequence[Row]) -> list[int]:
-    return sorted({r.bytes for r in rows})
-
-
 def _bytes(size: int) -> str:
     for unit, name in ((1 << 20, "M"), (1 << 10, "K")):
         if size >= unit:
@@ -166,17 +132,8 @@ def _bytes(size: int) -> str:
     return str(size)
 
 
-PLOTS: dict[str, Callable[[Report], Figure]] = {
-    "all_reduce": bandwidth,
-    "all_gather": bandwidth,
-    "algorithms_4": crossovers,
-}
-
-
-def write() -> None:
-    """Write results/NAME.svg for each results/NAME.json that exists."""
+def write(names: Iterable[str]) -> None:
+    """Write the drawing of a step, and results/NAME.svg for each results/NAME.json."""
     save(step([Span(*span) for span in load("zero_step")["spans"]]), RESULTS / "zero_step.svg")
-    for name, make in PLOTS.items():
-        results = RESULTS / f"{name}.json"
-        if results.exists():
-            save(make(read(results)), results.with_suffix(".svg"))
+    for name in names:
+        save(bandwidth(read(RESULTS / f"{name}.json")), RESULTS / f"{name}.svg")

@@ -35,7 +35,6 @@ RUNS: dict[str, Options] = {
     "broadcast": Options("broadcast", registered=BOTH, peer=EVERY),
     "all_reduce_4": Options("all_reduce", ranks=4, registered=BOTH, peer=EVERY),
     **{f"{name}_8": Options(name, ranks=8, peer="gloo") for name in CASES},
-    "algorithms_4": Options("all_reduce", ranks=4, algorithm="direct,ring,halving,doubling,tree"),
 }
 
 
