@@ -27,7 +27,7 @@ Note [written back]
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
@@ -115,35 +115,27 @@ def measure(
     report = Report(machine, name, [])
     for size in reversed(options.sizes):
         note(f"measuring {size:,} bytes on {name}")
-        for rows, failures in _of_size(size // 4, options.rounds, device):
-            report.rows.extend(rows)
-            report.failures.extend(failures)
-            keep(report)
+        _of_size(report, size // 4, options.rounds, device, keep)
     return report
 
 
 def _of_size(
-    elems: int, rounds: int, device: torch.device
-) -> Iterator[tuple[list[Row], list[Failure]]]:
-    """Yield each kernel's rows and failures at this size."""
-    roof = roof_of(4 * elems, device)
+    report: Report, elems: int, rounds: int, device: torch.device, keep: Callable[[Report], None]
+) -> None:
+    size = 4 * elems
+    roof, timer = roof_of(size, device), timer_of(size, device)
     x, y = torch.randn(2, roof // 4, device=device)
-    timer = timer_of(4 * elems, device)
-    for kernel in CASES:
-        times, failed = _of_kernel(kernel, elems, rounds, device, timer, partial(y.copy_, x))
-        rows = _rows(kernel, elems, roof, times) if COPY in times else []
-        yield rows, [Failure(kernel, way, 4 * elems, error) for way, error in failed.items()]
-
-
-def _of_kernel(
-    kernel: str, elems: int, rounds: int, device: torch.device, timer: Timer, copy: Call
-) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """The times and errors of a kernel's ways, as `interleaved` returns them."""
-    try:
-        ways = CASES[kernel].ways(elems, device)
-    except Exception as e:
-        return {}, {"its tensors": _text(e)}
-    return interleaved({COPY: copy} | ways, rounds, timer)
+    times: dict[str, list[float]]
+    for kernel, case in CASES.items():
+        try:  # no name holds the tensors of a kernel until the next one has made its own
+            ways = {COPY: partial(y.copy_, x)}
+            times, failed = interleaved(ways | case.ways(elems, device), rounds, timer)
+        except Exception as e:
+            times, failed = {}, {"its tensors": _text(e)}
+        if COPY in times:
+            report.rows.extend(_rows(kernel, elems, roof, times))
+        report.failures.extend(Failure(kernel, way, size, why) for way, why in failed.items())
+        keep(report)
 
 
 def roof_of(size: int, device: torch.device) -> int:
