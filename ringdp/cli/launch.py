@@ -21,30 +21,21 @@ from multiprocessing import forkserver, get_context, parent_process, resource_tr
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from types import FrameType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from ringdp.cli.loopback import environment, loopback_store
 from ringdp.errors import PeerLost, RingdpError
 
 Job = TypeVar("Job")
-Job_contra = TypeVar("Job_contra", contravariant=True)
 Result = TypeVar("Result")
-Result_co = TypeVar("Result_co", covariant=True)
 Emit = Callable[[Any], None]
+Entry = Callable[[Job, Emit], Result]  # what each rank runs: importable; `emit` sends an event
 
 LAST_WORDS = 0.5  # s for a rank that is asked to end to report that it has lost a peer
 GRACE = 30.0  # s until ranks that are asked to end are killed
 LONGEST = 60  # bytes of a directory's path for sockets, whose own paths have at most 107
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _MODULES = ["__main__", "torch._dynamo"]  # optimizers import the latter when they are made
-
-
-class Entry(Protocol[Job_contra, Result_co]):
-    """What each rank runs: a function at the top level of a module. `emit` sends an event."""
-
-    __qualname__: str
-
-    def __call__(self, job: Job_contra, emit: Emit) -> Result_co: ...
 
 
 class RankError(RingdpError):

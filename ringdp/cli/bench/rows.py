@@ -106,24 +106,25 @@ def measured(
 
 def predicted(rows: Sequence[Row]) -> list[Row]:
     """Fill in predictions, from one fit per transport and kind of buffer."""
-
-    def memory(row: Row) -> tuple[str, bool]:
-        return row.transport, row.registered
-
+    kinds = {(r.transport, r.registered) for r in rows if r.modelled}
     machines = {
-        kind: fit(
-            (priced(r.collective, r.algorithm, r.ranks), r.bytes, r.p50_us / 1e6)
-            for r in rows
-            if r.modelled and memory(r) == kind
-        )
-        for kind in {memory(r) for r in rows if r.modelled}
+        kind: fitted([r for r in rows if r.modelled and (r.transport, r.registered) == kind])
+        for kind in kinds
     }
-    return [_with_prediction(r, machines[memory(r)]) if r.modelled else r for r in rows]
+
+    def with_prediction(r: Row) -> Row:
+        if not r.modelled:
+            return r
+        machine = machines[r.transport, r.registered]
+        time = seconds(priced(r.collective, r.algorithm, r.ranks), machine, r.bytes)
+        return replace(r, predicted_us=round(time * 1e6, 3))
+
+    return list(map(with_prediction, rows))
 
 
-def _with_prediction(row: Row, machine: Machine) -> Row:
-    time = seconds(priced(row.collective, row.algorithm, row.ranks), machine, row.bytes)
-    return replace(row, predicted_us=round(time * 1e6, 3))
+def fitted(rows: Iterable[Row]) -> Machine:
+    """Fit α β γ to the medians of rows that have a price."""
+    return fit((priced(r.collective, r.algorithm, r.ranks), r.bytes, r.p50_us / 1e6) for r in rows)
 
 
 def priced(collective: str, algorithm: str, n: int) -> Price:

@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ringdp.cli.bench.rows import Row, priced, read
+from ringdp.cli import gpus
+from ringdp.cli.bench.rows import Row, fitted, read
 from ringdp.cli.checks import names
 from ringdp.errors import UsageError
-from ringdp.schedule.cost import Machine, fit
+from ringdp.schedule.cost import Machine
 
 
 class Device(NamedTuple):
@@ -152,29 +153,25 @@ def from_files(given: str) -> Network:
         raise UsageError(
             f"--network: {named} holds no row of ringdp's own algorithms; allowed: at least one"
         )
-    of = {r.collective: [o for o in rows if o.collective == r.collective] for r in rows}
     sizes = [r.bytes for r in rows]
-    covers = Measured(
-        frozenset(r.collective for r in rows),
-        frozenset(r.ranks for r in rows),
-        min(sizes),
-        max(sizes),
-    )
+    collectives = dict.fromkeys(r.collective for r in rows)
     transport = rows[0].transport
-    said = str(reports[0].machine.get("cores"))
-    cores = None if transport in ("nccl", "peer") else int(said) if said.isdecimal() else 0
-    fitted = {collective: _fit(own) for collective, own in of.items()}
-    source = f"fitted to {len(rows)} {transport} rows of {named}"
+    cores = str(reports[0].machine.get("cores"))
     yields = transport in HOSTS_MEMORY
-    bandwidth = _bandwidth(rows) if yields else None
-    return Network(_fit(rows), source, covers, cores, fitted, yields, bandwidth)
+    return Network(
+        machine=fitted(rows),
+        source=f"fitted to {len(rows)} {transport} rows of {named}",
+        measured=Measured(
+            frozenset(collectives), frozenset(r.ranks for r in rows), min(sizes), max(sizes)
+        ),
+        cores=None if transport in gpus.OURS else int(cores) if cores.isdecimal() else 0,
+        fitted={c: fitted(r for r in rows if r.collective == c) for c in collectives},
+        yields=yields,
+        bandwidth=_bandwidth(rows) if yields else None,
+    )
 
 
 def _bandwidth(rows: Sequence[Row]) -> float:
     """bytes/s of the slowest of the largest collectives, if each byte is read and written once."""
     most = max(r.bytes for r in rows)
     return 2 * most / max(r.p50_us / 1e6 for r in rows if r.bytes == most)
-
-
-def _fit(rows: Sequence[Row]) -> Machine:
-    return fit((priced(r.collective, r.algorithm, r.ranks), r.bytes, r.p50_us / 1e6) for r in rows)
