@@ -22,6 +22,7 @@ from __future__ import annotations
 import copy
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -40,6 +41,7 @@ from bench.turns import ROUNDS, between_jobs, interleaved, longer, rows
 from ringdp.cli import gpt
 from ringdp.cli.files import write_json
 from ringdp.parallel.dry_run import iteration
+from ringdp.tape import recorder
 
 FSDP2 = "FSDP2, gloo"
 WAYS = ("alone", "apart", FSDP2, f"{FSDP2}{KEPT}", "stage 1", "stage 2", "stage 3")
@@ -86,37 +88,6 @@ def apart(spans: Iterable[Span]) -> list[list[Span]]:
         else:
             row.append(span)
     return rows
-
-
-class Recorder:
-    """Wraps a communicator. For each collective it records the span from issue to the end of the
-    wait, and the wait itself."""
-
-    def __init__(self, comm: ringdp.Communicator, spans: list[Span]) -> None:
-        self.comm, self.spans, self.size = comm, spans, comm.size
-
-    def __getattr__(self, name: str) -> Any:
-        def call(*args: Any, tag: int, async_op: bool) -> Any:
-            issued = time.perf_counter()
-            work = getattr(self.comm, name)(*args, tag=tag, async_op=async_op)
-            return _Waited(work, self.spans, name, tag, issued)
-
-        return call
-
-
-class _Waited:
-    def __init__(self, work: Any, spans: list[Span], name: str, tag: int, issued: float) -> None:
-        self.work, self.spans, self.name, self.tag, self.issued = work, spans, name, tag, issued
-
-    def is_completed(self) -> bool:
-        return bool(self.work.is_completed())
-
-    def wait(self) -> None:
-        begin = time.perf_counter()
-        self.work.wait()
-        end = time.perf_counter()
-        self.spans.append(Span(self.name, str(self.tag), self.issued, end))
-        self.spans.append(Span("wait", str(self.tag), begin, end))
 
 
 @dataclass(frozen=True)
@@ -197,8 +168,8 @@ def overlapped(rounds: int) -> tuple[list[Overlap], list[Span]]:
         )
         for ahead in AHEAD
     ]
-    net, engine = trained[AHEAD[-1]]
-    return found, recorded(net, engine, lambda: both(net))
+    net, _ = trained[AHEAD[-1]]
+    return found, recorded(lambda: both(net))
 
 
 def gather(engine: ringdp.Engine, unit: Any) -> None:
@@ -226,35 +197,40 @@ def edges(engine: ringdp.Engine) -> None:
     reduce(engine, engine.units[0])
 
 
-def recorded(net: Any, engine: Any, step: Callable[[], None]) -> list[Span]:
-    """The spans of one step, in ms from its begin."""
-    spans: list[Span] = []
-    began: dict[tuple[str, int], float] = {}
-    gathering, reducing = engine.gathering, engine.reducing
-    comms = gathering.comm, reducing.comm
-    gathering.comm, reducing.comm = (Recorder(c, spans) for c in comms)
+def recorded(step: Callable[[], None]) -> list[Span]:
+    """The spans of one step, in ms from its begin; a label is the unit's index.
 
-    def begin(kind: str, index: int) -> None:
-        began[kind, index] = time.perf_counter()
-
-    def end(kind: str, index: int) -> None:
-        spans.append(Span(kind, str(index), began[kind, index], time.perf_counter()))
-
-    handles = []
-    for i, block in enumerate(net.blocks, start=1):
-        handles += [
-            block.register_forward_pre_hook(lambda *_, i=i: begin("forward", i)),
-            block.register_forward_hook(lambda *_, i=i: end("forward", i)),
-            block.register_full_backward_pre_hook(lambda *_, i=i: begin("backward", i)),
-            block.register_full_backward_hook(lambda *_, i=i: end("backward", i)),
-        ]
-    start = time.perf_counter()
+    A collective lasts from when it is issued until it has been waited for; or until it is over, if
+    no wait found it under way.
+    """
+    tape, start = recorder.start(), time.monotonic_ns()
     step()
-    for handle in handles:
-        handle.remove()
-    gathering.comm, reducing.comm = comms
-    ms = [[round(1e3 * (t - start), 3) for t in (s.begin, s.end)] for s in spans]
+    recorder.stop()
+    units = {u["name"]: str(i) for i, u in enumerate(tape.facts["engines"][0]["units"])}
+    of = defaultdict[str, list[recorder.Span]](list)
+    for span in tape.spans:
+        of[span.category].append(span)
+    waited = {_call(s): s.end for s in of["wait"]}
+    tags = {_call(s): str(s.args["tag"]) for s in of["collective"]}
+    spans = [
+        Span(kind, units[name], s.begin, s.end)
+        for kind in ("forward", "backward")
+        for s in of[kind]
+        if (name := s.name.removeprefix(f"{kind} ")) != "root"
+    ]
+    spans += [Span("wait", tags[_call(s)], s.begin, s.end) for s in of["wait"]]
+    for s in of["collective"]:
+        issued = s.begin - 1e3 * s.args["queued_us"]
+        spans.append(
+            Span(s.args["collective"], tags[_call(s)], issued, waited.get(_call(s), s.end))
+        )
+    ms = [[round((t - start) / 1e6, 3) for t in (s.begin, s.end)] for s in spans]
     return [s._replace(begin=b, end=e) for s, (b, e) in zip(spans, ms, strict=True)]
+
+
+def _call(span: recorder.Span) -> tuple[str, int]:
+    """The collective that a span is of: communicator and number."""
+    return span.args["comm"], span.args["number"]
 
 
 if __name__ == "__main__":
