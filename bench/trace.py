@@ -78,9 +78,7 @@ def calls(comm: ringdp.Communicator, tensor: torch.Tensor) -> None:
 
 
 def compared(
-    comm: ringdp.Communicator,
-    work: dict[str, tuple[Callable[[], object], int, float]],
-    rounds: int,
+    comm: ringdp.Communicator, work: dict[str, tuple[Callable[[], object], int, float]], rounds: int
 ) -> list[Row]:
     times: dict[tuple[str, bool], list[float]] = defaultdict(list)
     for round_ in range(rounds + 1):

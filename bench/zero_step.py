@@ -147,10 +147,7 @@ def overlapped(rounds: int) -> tuple[list[Overlap], list[Span]]:
     trained = {ahead: over(comm, ahead) for ahead in AHEAD}
     _, engine = trained[AHEAD[0]]
     times = interleaved(
-        {
-            "edges": lambda: edges(engine),
-            "silent": lambda: both(silent),
-        }
+        {"edges": lambda: edges(engine), "silent": lambda: both(silent)}
         | {f"{ahead}": lambda net=net: both(net) for ahead, (net, _) in trained.items()}
         | {f"sent {ahead}": lambda e=e: communicate(e) for ahead, (_, e) in trained.items()},
         "over the link",

@@ -18,13 +18,17 @@ def given(options: Any) -> list[str]:
     return [f.name for f in fields(options) if getattr(options, f.name) != f.default]
 
 
-def between(name: str, value: int, least: int, most: int) -> None:
-    if not least <= value <= most:
-        raise UsageError(f"{name} is {value}; allowed: a whole number from {least} to {most}")
+def between(
+    name: str, value: float | None, least: float, most: float, allowed: str | None = None
+) -> None:
+    """Raise UsageError unless the value lies there, or is None: not given. NaN lies nowhere."""
+    if value is not None and not least <= value <= most:
+        allowed = allowed or f"a whole number from {least} to {most}"
+        raise UsageError(f"{name} is {value}; allowed: {allowed}")
 
 
-def one_of(name: str, value: str, allowed: Collection[str]) -> None:
-    if value not in allowed:
+def one_of(name: str, value: str | None, allowed: Collection[str]) -> None:
+    if value is not None and value not in allowed:
         raise UsageError(f"{name} is {value!r}; allowed: {', '.join(allowed)}")
 
 

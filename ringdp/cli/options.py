@@ -107,8 +107,7 @@ def check(options: Options) -> None:
         raise UsageError(
             f"--batch is {options.batch}; allowed: a multiple of --ranks, which is {options.ranks}"
         )
-    if not (math.isfinite(options.learning_rate) and 0 < options.learning_rate <= 1):
-        raise UsageError(f"--learning-rate is {options.learning_rate}; allowed: above 0, at most 1")
+    between("--learning-rate", options.learning_rate, math.ulp(0), 1, "above 0, at most 1")
     check_writable(options.json)
     for option in ("transport", "trace"):
         if options.modes and option in given(options):

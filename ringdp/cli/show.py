@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from math import inf
 from pathlib import Path
+from sys import float_info
 from typing import Annotated, cast
 
 from rich.console import Console
@@ -124,13 +124,11 @@ def check(options: Options) -> None:
         raise UsageError("show takes either an ALGORITHM, such as ring, or --list alone")
     ranks = options.ranks
     between("--ranks", ranks, 1, MOST_RANKS)
-    if options.program is not None and not 0 <= options.program < ranks:
-        raise UsageError(f"--program is {options.program}; allowed: a rank from 0 to {ranks - 1}")
+    between("--program", options.program, 0, ranks - 1, f"a rank from 0 to {ranks - 1}")
     for term, value in options.terms.items():
         if not options.cost and term in given(options):
             raise UsageError(f"--{term} changes what --cost prints; allowed: with --cost")
-        if not 0 <= value < inf:
-            raise UsageError(f"--{term} is {value}; allowed: a finite time, at least 0 s")
+        between(f"--{term}", value, 0, float_info.max, "a finite time, at least 0 s")
     one_of("--collective", options.collective, COLLECTIVES)
     check_writable(options.svg, "--svg")
     check_writable(options.html, "--html")

@@ -99,14 +99,11 @@ class Group:
 
     def await_hello(self) -> None:
         deadline = time.monotonic() + START_TIMEOUT
-        self._socket.settimeout(0.1)
         while len(self._pipes) < self.ranks:
-            try:
-                accepted, _ = self._socket.accept()
-            except TimeoutError:
+            if not wait([self._socket], 0.1):
                 self._check_started(deadline)
                 continue
-            accepted.setblocking(True)
+            accepted, _ = self._socket.accept()
             pipe: Connection = Connection(accepted.detach())
             hello = self._receive(pipe, "as it started")
             assert isinstance(hello, Hello)

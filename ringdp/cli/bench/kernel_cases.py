@@ -12,15 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringdp.kernels import (
-    adamw,
-    flatten,
-    fold,
-    squared_norm,
-    stochastic_round,
-    unflatten,
-    unscale,
-)
+from ringdp.kernels import adamw, flatten, fold, squared_norm, stochastic_round, unflatten, unscale
 
 OURS = "ringdp"
 PARTS = 8  # buffers to fold, one per rank
@@ -113,10 +105,7 @@ def _stochastic_round(elems: int, device: torch.device) -> dict[str, Call]:
         bits = random.add_(x.view(torch.int32)).bitwise_right_shift_(16)
         out.view(torch.int16).copy_(bits)
 
-    return {
-        OURS: lambda: stochastic_round(x, out, seed=1),
-        "randint, add": noise,
-    }
+    return {OURS: lambda: stochastic_round(x, out, seed=1), "randint, add": noise}
 
 
 def _adamw(elems: int, device: torch.device) -> dict[str, Call]:

@@ -24,14 +24,7 @@ from multiprocessing.connection import Client, Connection
 import torch
 
 from ringdp.cli import gpus
-from ringdp.cli.bench.cases import (
-    EVERY,
-    Task,
-    constant,
-    pattern,
-    wrong_constant,
-    wrong_pattern,
-)
+from ringdp.cli.bench.cases import EVERY, Task, constant, pattern, wrong_constant, wrong_pattern
 from ringdp.cli.bench.contenders import (
     Buffers,
     Contender,

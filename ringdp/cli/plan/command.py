@@ -47,24 +47,19 @@ def plan(options: Options, console: Console) -> int:
 def check(options: Options) -> Setting:
     """Turn options into a Setting. Raises UsageError for the first thing that cannot work."""
     between("--ranks", options.ranks, 1, MOST_RANKS)
-    if options.per_node is not None:
-        between("--per-node", options.per_node, 1, MOST_RANKS)
+    between("--per-node", options.per_node, 1, MOST_RANKS)
     between("--batch", options.batch, 1, 1 << 20)
     between("--context", options.context, 1, 1 << 24)
     one_of("--precision", options.precision, PRECISIONS)
-    if options.reduce is not None:
-        one_of("--reduce", options.reduce, PRECISIONS)
+    one_of("--reduce", options.reduce, PRECISIONS)
     one_of("--device", options.device, DEVICES)
     one_of("--algorithm", options.algorithm, ALGORITHMS)
     share = options.utilisation
-    if share is not None and not LEAST_UTILISATION <= share <= 1:
-        raise UsageError(f"--utilisation is {share}; allowed: {LEAST_UTILISATION:g} to 1")
+    between("--utilisation", share, LEAST_UTILISATION, 1, f"{LEAST_UTILISATION:g} to 1")
     if share is not None and options.flops is not None:
         raise UsageError("plan takes either --flops or --utilisation")
-    if options.flops is not None and not 1 <= options.flops <= MOST_FLOPS:
-        raise UsageError(f"--flops is {options.flops}; allowed: 1 to {MOST_FLOPS:g} a second")
-    if options.alpha is not None and not 0 <= options.alpha <= MOST_ALPHA:
-        raise UsageError(f"--alpha is {options.alpha}; allowed: 0 to {MOST_ALPHA:g} s")
+    between("--flops", options.flops, 1, MOST_FLOPS, f"1 to {MOST_FLOPS:g} a second")
+    between("--alpha", options.alpha, 0, MOST_ALPHA, f"0 to {MOST_ALPHA:g} s")
     has = DEVICES[options.device]
     memory = has.memory
     if options.memory is not None:
@@ -133,11 +128,7 @@ def to_json(
                 "fits": r.fits,
                 "largest_parameters": r.largest,
                 "sent_bytes": r.sent,
-                "seconds": {
-                    **r.step._asdict(),
-                    "hidden": r.step.hidden,
-                    "total": r.step.total,
-                },
+                "seconds": {**r.step._asdict(), "hidden": r.step.hidden, "total": r.step.total},
                 "extrapolated": r.extrapolated,
             }
             for r in rows

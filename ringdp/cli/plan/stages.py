@@ -76,6 +76,7 @@ def held(model: Model, stage: int, ranks: int, *, yields: bool = False) -> Memor
 
 def row(model: Model, stage: int, setting: Setting) -> Row:
     units, widths, how = model.layout(setting.ranks), model.widths, stage_of(stage)
+    each = list(zip(units, widths, strict=True))
     memory = held(model, stage, setting.ranks, yields=setting.network.yields)
     asked: set[tuple[Collective, int]] = set()
 
@@ -87,16 +88,14 @@ def row(model: Model, stage: int, setting: Setting) -> Row:
         if setting.network.cores is not None:  # a step's buffers share the host's caches
             gathers = collective == "all_gather"
             among = sum(
-                (w.compute if gathers else w.reduce * w.trainable) * u.padded
-                for u, w in zip(units, widths, strict=True)
+                (w.compute if gathers else w.reduce * w.trainable) * u.padded for u, w in each
             )
         asked.add((collective, max(size, among)))
         price = closed(collective, setting.algorithm, setting.ranks)
         return seconds(price, setting.network.of(collective), size, among=among)
 
-    owned = sum(u.elements for u, w in zip(units, widths, strict=True) if w.trainable)
-    if how.optimizer is Keep.SHARD:
-        owned = sum(sum(u.owned(RANK)) for u, w in zip(units, widths, strict=True) if w.trainable)
+    shards = how.optimizer is Keep.SHARD
+    owned = sum(sum(u.owned(RANK)) if shards else u.elements for u, w in each if w.trainable)
     limit = one_unit(_gathered(model, stage, setting.ranks), model.groups)
     step = predict(
         units,
@@ -106,10 +105,7 @@ def row(model: Model, stage: int, setting: Setting) -> Row:
         limit=limit,
         cost=cost,
         forward=[FLOPS * u.elements * setting.tokens / setting.flops for u in units],
-        flatten=[
-            (w.compute + w.reduce) * u.elements / setting.bandwidth
-            for u, w in zip(units, widths, strict=True)
-        ],
+        flatten=[(w.compute + w.reduce) * u.elements / setting.bandwidth for u, w in each],
         optimizer=4 * CASES["adamw"].moves * owned / setting.bandwidth,
         beside=setting.network.beside(setting.ranks),
     )
