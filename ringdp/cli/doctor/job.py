@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,9 +26,9 @@ from ringdp.transport.records import Observed
 from ringdp.transport.shm.watch import Watched, segments
 from ringdp.transport.store.processes import has_ended, stat
 
-RUN_ID = b"TORCHELASTIC_RUN_ID="  # torchrun's --rdzv-id, in the environment of its ranks
+RUN_ID = "TORCHELASTIC_RUN_ID"  # torchrun's --rdzv-id, in the environment of its ranks
 # Environment variables that all ranks of a job share.
-JOB = (*VARIABLES[1:], "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+JOB = (*VARIABLES[1:], RUN_ID, "TORCHELASTIC_RESTART_COUNT")
 
 
 def show_process(pid: int, console: Console) -> int:
@@ -74,17 +75,21 @@ def parents() -> Iterator[tuple[int, int]]:
 
 
 def _of_run(run_id: str) -> list[int]:
-    setting = RUN_ID + run_id.encode(
-        errors="surrogateescape"
-    )  # as arguments are decoded, in any locale
     found = []
-    for environ in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if setting in environ.read_bytes().split(b"\0"):
-                found.append(int(environ.parent.name))
-        except OSError:
-            continue  # it ended, or is another user's
+    for pid, _ in parents():
+        with suppress(OSError):  # another user's
+            if _environ(pid).get(RUN_ID) == run_id:
+                found.append(pid)
     return found
+
+
+def _environ(pid: int) -> dict[str, str]:
+    """The process's environment; empty if it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return {}
+    return dict(os.fsdecode(line).partition("=")[::2] for line in lines)
 
 
 class Seen(NamedTuple):
@@ -99,12 +104,13 @@ class Seen(NamedTuple):
 def _communicators(pids: list[int]) -> list[Seen]:
     try:
         shared = [_shared(path) for path in segments(pids)]
-        jobs = {tuple(sorted(environ.items())) for pid in pids if (environ := _environ(pid))}
+        ranks = [e for e in map(_environ, pids) if all(v in e for v in VARIABLES)]
     except PermissionError as error:
         raise UsageError(
             f"{error.filename} may not be looked at: run the doctor as the user whose process it is"
         ) from None
-    return shared + [seen for job in sorted(jobs) for seen in _told(dict(job))]
+    jobs = {tuple((v, environ[v]) for v in JOB if v in environ) for environ in ranks}
+    return shared + [seen for job in sorted(jobs) for seen in _told(dict(job) | {"RANK": "0"})]
 
 
 def _shared(path: Path) -> Seen:
@@ -126,18 +132,6 @@ def _told(environ: dict[str, str]) -> list[Seen]:
         Seen(f"{where}, as {name}", survey, failed and (failed.kind, failed.rank))
         for name, survey, failed in found
     ]
-
-
-def _environ(pid: int) -> dict[str, str]:
-    """The variables that all ranks of a rank's job share; empty for other processes."""
-    try:
-        lines = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except (FileNotFoundError, ProcessLookupError):
-        return {}  # it ended while we looked
-    found = dict(os.fsdecode(line).partition("=")[::2] for line in lines)
-    if not all(v in found for v in VARIABLES):
-        return {}
-    return {v: found[v] for v in JOB if v in found} | {"RANK": "0"}
 
 
 def _show(found: list[Seen], console: Console) -> int:

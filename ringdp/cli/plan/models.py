@@ -69,58 +69,38 @@ class Model(NamedTuple):
         return self._replace(parts=tuple(parts))
 
 
-class Gpt(NamedTuple):
-    """Radford et al. 2019: learned positions, biases, a tied head."""
-
-    blocks: int
-    width: int
-    vocabulary: int = 50257
-    positions: int = 1024
-
-    def root(self) -> Parameters:
-        d = self.width
-        norm = (("norm.weight", d), ("norm.bias", d))
-        return (("token", self.vocabulary * d), ("position", self.positions * d), *norm)
-
-    def block(self) -> Parameters:
-        d = self.width
-        wide = [("query_key_value", d, 3 * d), ("attention_out", d, d)]
-        wide += [("mlp_in", d, 4 * d), ("mlp_out", 4 * d, d)]
-        linears = [(f"{n}.weight", i * o) for n, i, o in wide]
-        linears += [(f"{n}.bias", o) for n, _, o in wide]
-        norms = [(f"norm_{i}.{w}", d) for i in (1, 2) for w in ("weight", "bias")]
-        return (*linears, *norms)
+def _gpt(blocks: int, d: int) -> list[Parameters]:
+    """Radford et al. 2019, of width d: learned positions, biases, a tied head. The root first."""
+    norm = (("norm.weight", d), ("norm.bias", d))
+    root = (("token", 50257 * d), ("position", 1024 * d), *norm)
+    wide = [("query_key_value", d, 3 * d), ("attention_out", d, d)]
+    wide += [("mlp_in", d, 4 * d), ("mlp_out", 4 * d, d)]
+    linears = [(f"{n}.weight", i * o) for n, i, o in wide]
+    linears += [(f"{n}.bias", o) for n, _, o in wide]
+    norms = [(f"norm_{i}.{w}", d) for i in (1, 2) for w in ("weight", "bias")]
+    return [root, *[(*linears, *norms)] * blocks]
 
 
-class Llama(NamedTuple):
-    """Touvron et al. 2023; `key_value` is the width of keys and values."""
-
-    blocks: int
-    width: int
-    hidden: int
-    vocabulary: int = 32000
-    key_value: int | None = None
-
-    def root(self) -> Parameters:
-        table = self.vocabulary * self.width
-        return (("token", table), ("norm.weight", self.width), ("head.weight", table))
-
-    def block(self) -> Parameters:
-        d, kv = self.width, self.key_value or self.width
-        attention = [("query", d * d), ("key", d * kv), ("value", d * kv), ("out", d * d)]
-        mlp = [(name, d * self.hidden) for name in ("gate", "up", "down")]
-        return (*attention, *mlp, ("norm_1", d), ("norm_2", d))
+def _llama(
+    blocks: int, d: int, hidden: int, *, vocabulary: int = 32000, key_value: int | None = None
+) -> list[Parameters]:
+    """Touvron et al. 2023, of width d; `key_value` is the width of keys and values."""
+    root = (("token", vocabulary * d), ("norm.weight", d), ("head.weight", vocabulary * d))
+    kv = key_value or d
+    attention = [("query", d * d), ("key", d * kv), ("value", d * kv), ("out", d * d)]
+    mlp = [(name, d * hidden) for name in ("gate", "up", "down")]
+    return [root, *[(*attention, *mlp, ("norm_1", d), ("norm_2", d))] * blocks]
 
 
-NAMED: dict[str, Gpt | Llama] = {
-    "gpt2": Gpt(12, 768),
-    "gpt2-medium": Gpt(24, 1024),
-    "gpt2-large": Gpt(36, 1280),
-    "gpt2-xl": Gpt(48, 1600),
-    "llama-7b": Llama(32, 4096, 11008),
-    "llama-13b": Llama(40, 5120, 13824),
-    "llama-70b": Llama(80, 8192, 28672, key_value=1024),
-    "llama3-8b": Llama(32, 4096, 14336, vocabulary=128256, key_value=1024),
+NAMED = {
+    "gpt2": _gpt(12, 768),
+    "gpt2-medium": _gpt(24, 1024),
+    "gpt2-large": _gpt(36, 1280),
+    "gpt2-xl": _gpt(48, 1600),
+    "llama-7b": _llama(32, 4096, 11008),
+    "llama-13b": _llama(40, 5120, 13824),
+    "llama-70b": _llama(80, 8192, 28672, key_value=1024),
+    "llama3-8b": _llama(32, 4096, 14336, vocabulary=128256, key_value=1024),
 }
 
 
@@ -130,8 +110,7 @@ def read(given: str, precision: Precision) -> Model:
     Raises UsageError for anything else, and if a factory makes no trainable module.
     """
     if given in NAMED:
-        shape = NAMED[given]
-        return _flat(given, [shape.root(), *[shape.block()] * shape.blocks], precision)
+        return _flat(given, NAMED[given], precision)
     if given.startswith("params="):
         return _sized(given, precision)
     if given.rpartition(":")[0].endswith(".py"):
