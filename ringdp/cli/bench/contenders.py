@@ -77,7 +77,7 @@ class Failure(NamedTuple):
     traceback: str
 
 
-OURS: dict[str, Callable[[Communicator, Buffers, ReduceOp], Callable[..., object]]] = {
+OUR_CALLS: dict[str, Callable[[Communicator, Buffers, ReduceOp], Callable[..., object]]] = {
     "all_reduce": lambda c, b, op: partial(c.all_reduce, b.input, op),
     "reduce_scatter": lambda c, b, op: partial(c.reduce_scatter, b.output, b.input, op),
     "all_gather": lambda c, b, op: partial(c.all_gather, b.output, b.input),
@@ -106,7 +106,7 @@ class Ours(Contender):
         return self._comm.empty(count, dtype=torch_dtype(task.dtype))
 
     def call(self, task: Task, buffers: Buffers) -> Callable[[], object]:
-        call = OURS[task.collective](self._comm, buffers, cast(ReduceOp, task.op))
+        call = OUR_CALLS[task.collective](self._comm, buffers, cast(ReduceOp, task.op))
         if task.algorithm != "auto":
             call = partial(call, algorithm=task.algorithm)
         return call
@@ -124,7 +124,7 @@ OPS = {
     "min": dist.ReduceOp.MIN,
     "max": dist.ReduceOp.MAX,
 }
-TORCHS: dict[str, Callable[[Buffers, str], Callable[[], object]]] = {
+TORCH_CALLS: dict[str, Callable[[Buffers, str], Callable[[], object]]] = {
     "all_reduce": lambda b, op: partial(dist.all_reduce, b.input, OPS[op]),
     "reduce_scatter": lambda b, op: partial(dist.reduce_scatter_tensor, b.output, b.input, OPS[op]),
     "all_gather": lambda b, op: partial(dist.all_gather_into_tensor, b.output, b.input),
@@ -155,7 +155,7 @@ class Torchs(Contender):
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
 
     def call(self, task: Task, buffers: Buffers) -> Callable[[], object]:
-        return TORCHS[task.collective](buffers, task.op)
+        return TORCH_CALLS[task.collective](buffers, task.op)
 
     def barrier(self) -> None:
         dist.barrier()

@@ -3,10 +3,10 @@
     python -m ringdp.cli.bench.worker CONTENDER SOCKET CORES [RANKS BYTES]
 
 With RANKS it imports torch once and forks that many ranks, whose buffers have at most BYTES each;
-without, a launcher starts each rank.
-CORES are core numbers separated by commas. Before any thread starts, rank r pins itself to one of
-them, r modulo their count; ranks on GPUs use all. Between rounds a rank sleeps in a read, so that
-other contenders have the cores. If the controller dies, the read ends, and so does the rank.
+without, a launcher starts each rank. CORES are core numbers separated by commas. Before any thread
+starts, rank r pins itself to one of them, r modulo their count; ranks on GPUs use all. Between
+rounds a rank sleeps in a read, so that other contenders have the cores. If the controller dies, the
+read ends, and so does the rank.
 """
 
 from __future__ import annotations
