@@ -19,6 +19,7 @@ from ringdp.parallel.guards.computed import (
     ComputeParam,
     GatheredParam,
     Place,
+    WholeParam,
     follow,
     put,
     set_data,
@@ -159,7 +160,7 @@ class FlatUnit:
         if self.work is not None:
             self.work.wait()
             self.work = None
-        kind = GatheredParam if self.freed else nn.Parameter
+        kind: type[nn.Parameter] = GatheredParam if self.freed else WholeParam
         if self.apart:
             kind = resting.ShardedParam if self.slices else resting.RestingParam
             self.followed = follow(self.computed, self.parameters, self.followed)

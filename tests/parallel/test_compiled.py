@@ -71,3 +71,28 @@ def test_compiled_it_trains_as_one_process_does(
                 dict(model.named_parameters()), dict(twin.named_parameters())
             )
         engine.close()
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision"), [(1, None), (3, None), (3, Precision(torch.float64))]
+)
+@on_ranks(1)
+def test_what_is_compiled_sees_no_gradients(
+    comm: Communicator, stage: int, precision: Precision | None
+) -> None:
+    """They are slices, or of another dtype: graphs of such parameters cannot be made."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = nn.Sequential(Block())
+    engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
+    x = torch.ones(4, WIDTH)
+    model(x).sum().backward()
+    before = [p.grad.clone() for p in model.parameters()]
+    model[0].compile(backend=BACKEND)
+    model(x).sum().backward()
+    counters = torch._dynamo.utils.counters
+    assert counters["stats"]["unique_graphs"] > 0
+    assert not any("gradient" in why for why in counters["graph_break"])
+    for p, once in zip(model.parameters(), before, strict=True):
+        torch.testing.assert_close(p.grad, 2 * once)
+    engine.close()

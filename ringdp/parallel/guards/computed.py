@@ -3,6 +3,10 @@
 With masters apart they are other nn.Parameters (see Note [masters apart] in `unit`), registered in
 the masters' places. What is written to any of them, as by a weight constraint in forward, would be
 lost: an error names the parameter.
+
+Their .grad is still that of the optimizer: a slice, or of the master's dtype. torch.compile would
+copy it beside the parameter, which fails for another shape and skips the function for another
+dtype, so it sees none.
 """
 
 from __future__ import annotations
@@ -12,14 +16,27 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
 from torch import Tensor, nn
+from torch._guards import TracingContext
 from torch.autograd.graph import increment_version
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ringdp.errors import UsageError
 
 
-class GatheredParam(nn.Parameter):
-    """A gathered parameter, in which writes through `p.data` increase _version, too."""
+class WholeParam(nn.Parameter):
+    """A parameter that is whole while its .grad is this rank's slice."""
+
+    @property
+    def grad(self) -> Any:
+        return None if TracingContext.try_get() else _grad.__get__(self)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        _grad.__set__(self, value)
+
+
+class GatheredParam(WholeParam):
+    """One in which writes through `p.data` increase _version, too."""
 
     @property
     def data(self) -> Any:
@@ -48,6 +65,8 @@ class ComputeParam(GatheredParam):
 
     @property
     def grad(self) -> Any:
+        if TracingContext.try_get():
+            return None
         own = _grad.__get__(self)
         return self._master.grad if own is None and self._master is not None else own
 

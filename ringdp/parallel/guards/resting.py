@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ringdp.errors import UsageError
 from ringdp.parallel.guards import sliced
-from ringdp.parallel.guards.computed import GatheredParam, computing
+from ringdp.parallel.guards.computed import GatheredParam, WholeParam, computing
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -85,7 +85,7 @@ class ShardedParam(RestingParam):
         return out
 
 
-_OURS = (nn.Parameter, GatheredParam, RestingParam, ShardedParam)
+_OURS = (nn.Parameter, WholeParam, GatheredParam, RestingParam, ShardedParam)
 _grad: Any = Tensor.grad
 _ndim: Any = Tensor.ndim
 _DIMENSIONS = (Tensor.dim, Tensor.ndimension, _ndim.__get__)
