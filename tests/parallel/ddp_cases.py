@@ -1,4 +1,5 @@
-"""Models and training loops that DDP must serve as torch's does: see test_ddp_parity."""
+"""Models and training loops for comparing DistributedDataParallel with torch's: see
+test_ddp_parity."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from ringdp import DistributedDataParallel, ModelError
 
 WIDTH, ROWS = 12, 6
 
-Wrap = Callable[..., Any]  # a DistributedDataParallel
+Wrap = Callable[..., Any]  # constructs a DistributedDataParallel
 
 
 def rows(step: int, rank: int, part: int = 0, *shape: int) -> Tensor:
@@ -50,7 +51,7 @@ class CNN(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The head's weight is the embedding's."""
+    """The head's weight is tied to the embedding's."""
 
     def __init__(self, *, sparse: bool = False) -> None:
         super().__init__()
@@ -67,7 +68,8 @@ class Transformer(nn.Module):
 
 
 class Branches(nn.Module):
-    """One branch of three in a forward, another on each rank; `never` is used by none."""
+    """Each forward uses one of three branches, a different one on each rank; `never` is never
+    used."""
 
     def __init__(self, rank: int, *, differ: bool = True) -> None:
         super().__init__()
@@ -85,7 +87,7 @@ class Branches(nn.Module):
 
 
 class Outputs(nn.Module):
-    """A dict with tuples; the loss uses a part."""
+    """Returns a dict with tuples, of which the loss uses a part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +133,7 @@ class Checkpointed(nn.Module):
 
 
 class NoGradient(torch.autograd.Function):
-    """Of its second argument."""
+    """Has no gradient for its second argument."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
@@ -143,7 +145,7 @@ class NoGradient(torch.autograd.Function):
 
 
 class Straight(nn.Module):
-    """Its scale is in the graph, and gets no gradient."""
+    """Its `scale` is in the graph, but gets no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +155,7 @@ class Straight(nn.Module):
         return NoGradient.apply(self.inner(x), self.scale)
 
 
-# ---- what one iteration does, from zero_grad to before the optimizer's step
+# ---- one iteration: from zero_grad to just before the optimizer's step
 
 
 def loss(out: Tensor) -> Tensor:
@@ -169,14 +171,14 @@ def images(net: nn.Module, step: int, rank: int) -> None:
 
 
 def accumulate(net: Any, step: int, rank: int) -> None:
-    """Two micro-batches of this rank alone, then one that all of it is reduced with."""
+    """Two micro-batches without reduction, then one that reduces all."""
     for part in range(3):
         with net.no_sync() if part < 2 else nullcontext():
             loss(net(rows(step, rank, part))).backward()
 
 
 def accumulate_reduced(net: nn.Module, step: int, rank: int) -> None:
-    """Every micro-batch is reduced, on top of what is there."""
+    """Every micro-batch is reduced, and added to the gradient so far."""
     for part in range(3):
         loss(net(rows(step, rank, part))).backward()
 
@@ -210,7 +212,7 @@ def evaluated(net: nn.Module, step: int, rank: int) -> None:
 
 
 def evaluated_inside(net: nn.Module, step: int, rank: int) -> None:
-    """Between a forward and its backward."""
+    """Evaluates between a forward and its backward."""
     out = net(rows(step, rank, 0, 2, 8, 8))
     with torch.no_grad():
         net.eval()(rows(step, rank, 7, 2, 8, 8))
@@ -219,7 +221,7 @@ def evaluated_inside(net: nn.Module, step: int, rank: int) -> None:
 
 
 class Case(NamedTuple):
-    make: Callable[[int], nn.Module]  # of the rank
+    make: Callable[[int], nn.Module]  # rank -> model
     step: Callable[[Any, int, int], None] = plain
     options: dict[str, Any] = {}  # noqa: RUF012
     set_to_none: bool = True
@@ -274,20 +276,20 @@ CASES = {
 
 
 TORCHS = nn.parallel.DistributedDataParallel
-# Over torch 2.11 a forward in evaluation writes to buffers that a backward still needs.
+# With torch 2.11 a forward in evaluation mode writes to buffers that a backward still needs.
 if not (NAMES_SYNCS := "forward_sync_buffers" in signature(TORCHS).parameters):
     del CASES["cnn, evaluated before backward"]
 STEPS = 4
 
 
 def gloo() -> None:
-    """torch's default group over the pool's ranks."""
+    """Makes gloo torch's default group over the pool's ranks, unless there is one."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
 
 
-def of_both(found: Callable[[Wrap], Any]) -> tuple[Any, Any]:
-    """What it finds for our class, and for torch's over gloo."""
+def ours_and_torchs(found: Callable[[Wrap], Any]) -> tuple[Any, Any]:
+    """The results of `found` with our class and with torch's over gloo."""
     gloo()
     results = []
     for wrap in (DistributedDataParallel, TORCHS):
@@ -303,8 +305,8 @@ def dense(gradient: Tensor | None) -> Tensor | None:
 
 
 def train(case: Case, wrap: Wrap, rank: int) -> tuple[list[Tensor | None], list[Tensor]]:
-    """(every gradient of every step, what the model holds after each)."""
-    torch.manual_seed(rank)  # rank 0's values must win
+    """Every gradient of every step, and the model's state after each step."""
+    torch.manual_seed(rank)  # rank 0's values are broadcast
     net = wrap(case.make(rank), **case.options)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     gradients: list[Tensor | None] = []
@@ -332,7 +334,7 @@ def backward(net: nn.Module, step: int, rank: int) -> list[Tensor]:
     return gradients(net)
 
 
-def says(attempt: Callable[[], object], kind: type[Exception] = ModelError) -> str:
+def error_text(attempt: Callable[[], object], kind: type[Exception] = ModelError) -> str:
     with pytest.raises(kind) as error:
         attempt()
     return str(error.value)

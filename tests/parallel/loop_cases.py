@@ -1,4 +1,4 @@
-"""What training loops do to an engine: models, iterations, and the cases made of them."""
+"""Training loops that an engine must support, as cases of a model and an iteration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.parallel.loop_models import (
     Fail,
     Guided,
     GuidedByFrozen,
-    Leaves,
+    LeavesInAttribute,
     Objects,
     Outer,
     PartOfUnit,
@@ -37,9 +37,9 @@ from tests.parallel.loop_models import (
     loss,
 )
 
-Batches = Callable[[int], Tensor]  # this step's micro-batches on this rank
+Batches = Callable[[int], Tensor]  # i -> this rank's i-th micro-batch of the step
 
-# What one iteration does: everything from zero_grad to the optimizer's step.
+# One iteration: all from zero_grad to the optimizer's step.
 
 
 def plain(net: nn.Module, x: Batches) -> None:
@@ -74,7 +74,7 @@ def retained(net: nn.Module, x: Batches) -> None:
 
 
 def assigned(net: nn.Module, x: Batches) -> None:
-    """New tensors in .grad between micro-batches, and one gradient taken away."""
+    """Replaces .grad by new tensors between micro-batches, and removes one."""
     loss(net(x(0))).backward()
     for p in net.parameters():
         p.grad = None if p.grad is None else p.grad * 0.5
@@ -83,7 +83,7 @@ def assigned(net: nn.Module, x: Batches) -> None:
 
 
 def evaluated(net: nn.Module, x: Batches) -> None:
-    """Evaluation at every place, in every mode."""
+    """Evaluates before, between and after the training forward and backward, in every mode."""
     with torch.no_grad():
         net(x(5))
     one = loss(net(x(0)))
@@ -91,7 +91,7 @@ def evaluated(net: nn.Module, x: Batches) -> None:
         net.eval()(x(6))
     net.train()
     one.backward()
-    net(x(7))  # with gradients, and no backward
+    net(x(7))  # with gradients, but without a backward
 
 
 def forward_raises(net: nn.Module, x: Batches) -> None:
@@ -161,7 +161,7 @@ CASES = {
     "shared by units": Case(SharedInside),
     "structured outputs": Case(Structured),
     "objects": Case(Objects),
-    "left in an attribute": Case(Leaves, left_alone),
+    "left in an attribute": Case(LeavesInAttribute, left_alone),
     "passed on": Case(PassesOn),
     "passed on, micro-batches": Case(PassesOn, micro_batches),
     "tiny": Case(Tiny),

@@ -1,4 +1,4 @@
-"""Models that are awkward to shard: shared, frozen, nested, unused, tiny, structured."""
+"""Models that are awkward to shard: shared, frozen, nested, unused, tiny or structured."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def freeze(module: nn.Module) -> Any:
 
 
 class Fail(torch.autograd.Function):
-    """In backward."""
+    """Raises in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class Checkpointed(Chain):
 
 
 class CalledAround(Checkpointed):
-    """One block before the others, which are checkpointed, and after them."""
+    """Calls one block before and after the others, which are checkpointed."""
 
     def forward(self, x: Tensor) -> Tensor:
         first, *others = self.blocks
@@ -78,7 +78,7 @@ class CalledAround(Checkpointed):
 
 
 class CheckpointedWhole(nn.Module):
-    """The checkpoint lies inside a unit, around a part of it."""
+    """A checkpoint inside a unit, around a part of it."""
 
     def __init__(self, *, reentrant: bool) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class CheckpointedWhole(nn.Module):
 
 
 class Skips(Chain):
-    """Block 1 is used in every other forward only, and `never` has no use at all."""
+    """Block 1 is used in every other forward only; `never` is never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,8 +106,8 @@ class Skips(Chain):
         return x
 
 
-class Sometimes(nn.Module):
-    """Returns what it gets: itself, or written in place."""
+class Skippable(nn.Module):
+    """Returns its input: unchanged, or modified in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,10 +118,10 @@ class Sometimes(nn.Module):
 
 
 class PassesOn(Chain):
-    """Its blocks are skipped in turn, as for stochastic depth."""
+    """Its blocks are skipped in turn, as with stochastic depth."""
 
     def __init__(self) -> None:
-        super().__init__(*(Sometimes() for _ in range(4)))
+        super().__init__(*(Skippable() for _ in range(4)))
         self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ class PartOfUnit(nn.Module):
 
 
 class Detached(nn.Module):
-    """Uses its weight once more without a gradient, in an op whose backward is its last."""
+    """Also uses its weight without a gradient, in an operation that is the last of its backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class Detached(nn.Module):
 
 
 class Outer(nn.Module):
-    """A unit around a unit; its first layer is frozen and runs before the inner one."""
+    """A unit around a unit; its first layer is frozen and runs before the inner unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ class SharedInside(Chain):
         )
 
 
-class Answers(nn.Module):
+class Packed(nn.Module):
     """Returns what `pack` makes of two tensors."""
 
     def __init__(self, pack: Callable[[Tensor, Tensor], Any]) -> None:
@@ -210,13 +210,12 @@ class Answer:
 
 
 class Objects(nn.Module):
-    """Returns a distribution; its blocks return an object of nobody's."""
+    """Returns a torch distribution; its blocks return objects of a foreign class."""
 
     def __init__(self) -> None:
         super().__init__()
         self.parts = nn.ModuleList(
-            Answers(lambda a, b: SimpleNamespace(y=a, more=[SimpleNamespace(b=b)]))
-            for _ in range(2)
+            Packed(lambda a, b: SimpleNamespace(y=a, more=[SimpleNamespace(b=b)])) for _ in range(2)
         )
         self.scale = nn.Parameter(torch.rand(WIDTH))
 
@@ -227,7 +226,7 @@ class Objects(nn.Module):
         return Independent(Normal(x, self.scale.exp()), 1)
 
 
-class Leaves(Chain):
+class LeavesInAttribute(Chain):
     """Leaves its result in an attribute."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -240,9 +239,9 @@ class Structured(nn.Module):
         super().__init__()
         self.parts = nn.ModuleList(
             [
-                Answers(lambda a, b: {"a": a, "rest": [b, None, 3]}),
-                Answers(lambda a, b: (a, None, b)),
-                Answers(lambda a, b: (a.detach(), b)),
+                Packed(lambda a, b: {"a": a, "rest": [b, None, 3]}),
+                Packed(lambda a, b: (a, None, b)),
+                Packed(lambda a, b: (a.detach(), b)),
             ]
         )
 
@@ -254,7 +253,7 @@ class Structured(nn.Module):
 
 
 class Tiny(nn.Module):
-    """Fewer elements than ranks, a 0-dim, an empty and a transposed parameter."""
+    """Fewer elements than ranks; a 0-dim, an empty and a transposed parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -271,7 +270,7 @@ class Tiny(nn.Module):
 
 
 class Guided(Chain):
-    """Takes gradients amid its forward, of a block's output by its input."""
+    """Computes gradients during its forward, of each block's output with respect to its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = x * self.scale
@@ -291,8 +290,8 @@ class Scale(nn.Module):
 
 
 class GuidedByFrozen(Chain):
-    """Takes a gradient amid its forward through a checkpoint, for which autograd saves a frozen
-    parameter itself, not a view."""
+    """Computes a gradient during its forward through a checkpoint, for which autograd saves a
+    frozen parameter itself, not a view."""
 
     def __init__(self) -> None:
         super().__init__(block(), freeze(Scale()), block())
@@ -318,7 +317,7 @@ class Unequal(nn.Module):
 
 
 def buffered() -> nn.Module:
-    """Buffers of every kind, one of them in a dtype that no collective reduces."""
+    """Buffers of every kind, one of them in a dtype that collectives do not reduce."""
     net = Chain(nn.Sequential(linear(), nn.BatchNorm1d(WIDTH)), block())
     net.register_buffer("mask", torch.rand(WIDTH) > 0.5)
     net.register_buffer("flag", torch.tensor(True))

@@ -1,4 +1,5 @@
-"""A small net, its batches and its loss: the same on every rank, whose average is then no other."""
+"""A small model with batches and a loss that are the same on all ranks, so averaging changes
+nothing."""
 
 from __future__ import annotations
 
@@ -12,8 +13,11 @@ from ringdp import Engine, Precision
 from ringdp.parallel.stages import Keep
 
 WIDTH = 6
-APART = Precision(torch.float64)  # computes in another dtype than it rests in, as exactly
-plain_and_apart = pytest.mark.parametrize("precision", [None, APART], ids=["plain", "apart"])
+# computes in another dtype than parameters are stored in, without rounding
+COMPUTE_IN_FLOAT64 = Precision(torch.float64)
+with_and_without_precision = pytest.mark.parametrize(
+    "precision", [None, COMPUTE_IN_FLOAT64], ids=["plain", "apart"]
+)
 
 
 def net(seed: int = 0) -> nn.Sequential:
@@ -31,20 +35,21 @@ def loss(model: nn.Module, seed: int = 0) -> Tensor:
 
 
 def step(model: nn.Module, optimizer: Any, *seeds: int) -> None:
-    """One for each."""
+    """One optimizer step for each seed."""
     for seed in seeds:
         optimizer.zero_grad()
         loss(model, seed).backward()
         optimizer.step()
 
 
-def whole(engine: Engine) -> list[Tensor]:
+def whole_parameters(engine: Engine) -> list[Tensor]:
     with engine.full_parameters():
         return [p.detach().clone() for p in engine.model.parameters()]
 
 
 def assert_gradients(engine: Engine, twin: nn.Module, after: str = "") -> None:
-    """Those that `engine` has reduced: this rank's parts where the optimizer has no more."""
+    """Asserts that `engine`'s reduced gradients are the twin's; only this rank's parts where it has
+    a sharded optimizer."""
     for unit in engine.units:
         for entry, mine in zip(unit.plan.entries, unit.gradients.views(), strict=True):
             p = twin.get_parameter(entry.name)
@@ -55,5 +60,5 @@ def assert_gradients(engine: Engine, twin: nn.Module, after: str = "") -> None:
 
 
 def assert_equal(engine: Engine, twin: nn.Module) -> None:
-    for mine, exact in zip(whole(engine), twin.parameters(), strict=True):
+    for mine, exact in zip(whole_parameters(engine), twin.parameters(), strict=True):
         torch.testing.assert_close(mine, exact.detach())

@@ -1,5 +1,5 @@
-"""Wrong arguments of `shard` and of its fronts: an error that says what was found and what is
-allowed, and the model is as it was."""
+"""Wrong arguments of `shard` and its fronts: the error says what was found and what is allowed, and
+the model is unchanged."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def net() -> nn.Sequential:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         ({"model": 3}, r"shard\(model=3\): allowed: Module"),
         ({"stage": True}, "it must be 0"),
@@ -58,15 +58,15 @@ def net() -> nn.Sequential:
         ({"persist_below": None}, "persist_below is None; it must be an int"),
     ],
 )
-def test_shard(comm, wrong, said):
+def test_shard_refuses_wrong_arguments(comm, wrong, message):
     model = net()
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         ringdp.shard(**({"model": model, "stage": 3, "comm": comm} | wrong))
     ringdp.shard(model, stage=3, comm=comm).close()
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         ({"module": nn.Linear}, "takes a module; this is a type"),
         ({"sharding_strategy": ShardingStrategy.HYBRID_SHARD}, "HYBRID_SHARD is not implemented"),
@@ -86,13 +86,13 @@ def test_shard(comm, wrong, said):
         ({"device_id": "gpu"}, r"device_id='gpu'\): .*gpu"),
     ],
 )
-def test_fully_sharded_data_parallel(comm, wrong, said):
-    with pytest.raises(UsageError, match=said) as told:
+def test_fully_sharded_data_parallel_refuses_wrong_arguments(comm, wrong, message):
+    with pytest.raises(UsageError, match=message) as error:
         fronts.FullyShardedDataParallel(**({"module": net(), "process_group": comm} | wrong))
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
 
 
-def test_norms_over_a_batch_stay_in_float32_where_torch_keeps_them(comm):
+def test_batch_norms_stay_in_float32_as_with_torch(comm):
     for policy, kept in ((ModuleWrapPolicy({nn.Linear}), torch.float32), (None, torch.bfloat16)):
         model = fronts.FullyShardedDataParallel(
             net(),
@@ -119,31 +119,34 @@ def test_norms_over_a_batch_stay_in_float32_where_torch_keeps_them(comm):
         (ringdp.ZeroRedundancyOptimizer, optim.ZeroRedundancyOptimizer),
     ],
 )
-def test_fronts_take_all_arguments_of_the_installed_torch_in_its_order(ours, torchs):
+def test_fronts_take_the_arguments_of_the_installed_torch_in_order(ours, torchs):
     mine, theirs = (list(inspect.signature(front).parameters) for front in (ours, torchs))
     assert [name for name in mine if name in theirs] == theirs
 
 
 @dataclass(frozen=True)
-class Newer(MixedPrecisionPolicy):
-    """Of a torch to come."""
+class FuturePolicy(MixedPrecisionPolicy):
+    """The policy of a future torch, with another field."""
 
     chosen: object = None
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         ({"mp_policy": MixedPrecision()}, "allowed: a MixedPrecisionPolicy"),
-        ({"mp_policy": Newer(chosen=3)}, "MixedPrecisionPolicy: chosen=3 is not implemented"),
+        (
+            {"mp_policy": FuturePolicy(chosen=3)},
+            "MixedPrecisionPolicy: chosen=3 is not implemented",
+        ),
         ({"offload_policy": True}, "offload_policy is a bool"),
         ({"reshard_after_forward": 0}, "reshard_after_forward=0"),
         ({"ignored_params": set()}, "ignored_params"),
         ({"dp_mesh_dims": 3}, "dp_mesh_dims=3"),
     ],
 )
-def test_fully_shard(comm, wrong, said):
-    with pytest.raises(UsageError, match=said):
+def test_fully_shard_refuses_wrong_arguments(comm, wrong, message):
+    with pytest.raises(UsageError, match=message):
         fronts.fully_shard(net(), comm=comm, **wrong)
     with pytest.raises(UsageError, match="takes a module; this is a list"):
         fronts.fully_shard([net()], comm=comm)
@@ -158,21 +161,21 @@ def test_fully_shard(comm, wrong, said):
         {"lazy_bucket_allocation": True},
     ],
 )
-def test_distributed_data_parallel(comm, wrong):
+def test_distributed_data_parallel_refuses_unimplemented_arguments(comm, wrong):
     with pytest.raises(
         UsageError, match=f"{next(iter(wrong))}=.* is not implemented; allowed: (None|False)"
     ):
         ringdp.DistributedDataParallel(net(), process_group=comm, **wrong)
 
 
-def test_the_zero_redundancy_optimizer(comm):
+def test_the_zero_redundancy_optimizer_refuses_noncontiguous_parameters(comm):
     turned = nn.Parameter(torch.ones(3, 2).t())
     with pytest.raises(UsageError, match=r"has strides \(1, 2\); allowed: contiguous ones"):
         ringdp.ZeroRedundancyOptimizer([turned], torch.optim.SGD, process_group=comm, lr=1.0)
 
 
 @pytest.mark.parametrize("wrong", [0, -1.0, float("nan")])
-def test_clipping(comm, wrong):
+def test_clipping_refuses_wrong_norms(comm, wrong):
     engine = ringdp.shard(net(), stage=1, comm=comm)
     with pytest.raises(UsageError, match=f"max_norm is {wrong}; it must be above 0"):
         ringdp.clip_grad_norm_(engine, wrong)
@@ -180,6 +183,6 @@ def test_clipping(comm, wrong):
 
 
 @pytest.mark.parametrize("wrong", [{"lr": -1}, {"eps": -1}, {"betas": (0.9, 1)}])
-def test_adamw(wrong):
+def test_adamw_refuses_wrong_options(wrong):
     with pytest.raises(UsageError, match="allowed: nothing below 0, and betas below 1"):
         ringdp.AdamW(net().parameters(), **wrong)

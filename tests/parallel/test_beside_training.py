@@ -1,5 +1,5 @@
-"""What people do to a model beside training it: put tensors into `p.data`, clear gradients late,
-freeze, step something else on one rank. It trains as in one process, which is the reference."""
+"""What users do to a model between training calls: assign `p.data`, clear gradients late, freeze
+parameters, step another model on one rank. The reference is the same loop in one process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.parallel.small import (
     batch,
     loss,
     net,
-    plain_and_apart,
+    with_and_without_precision,
 )
 from tests.ranks import on_ranks
 
@@ -38,18 +38,18 @@ def clears_late(model: nn.Module, optimizer: Any) -> None:
         optimizer.step()
 
 
-def puts_into_data(model: nn.Module, optimizer: Any) -> None:
+def assigns_data(model: nn.Module, optimizer: Any) -> None:
     for step in range(STEPS):
         loss(model, step).backward()
         for group in optimizer.param_groups:
             for p in group["params"]:
-                if p.grad is not None:  # as that of an empty slice is
+                if p.grad is not None:  # the gradient of an empty slice is None
                     p.data = p.data - 0.1 * p.grad
         optimizer.zero_grad()
 
 
-def swaps_averages_in(model: nn.Module, optimizer: Any) -> None:
-    """What was in `p.data` is kept meanwhile, and comes back."""
+def swaps_in_averages(model: nn.Module, optimizer: Any) -> None:
+    """The values of `p.data` are put aside, and restored later."""
     averages = {n: p.data.clone() for n, p in model.named_parameters()}
     for step in range(STEPS):
         loss(model, step).backward()
@@ -75,10 +75,10 @@ def calls_blocks(model: nn.Module, optimizer: Any) -> None:
         optimizer.zero_grad()
 
 
-def freezes_for_a_while(model: nn.Module, optimizer: Any) -> None:
+def freezes_in_one_step(model: nn.Module, optimizer: Any) -> None:
     for step in range(STEPS):
         if step == 1:
-            loss(model)  # of which no backward comes
+            loss(model)  # no backward follows
         model.get_submodule("1").requires_grad_(step != 1)
         model.get_parameter("0.0.bias").requires_grad = step != 1
         loss(model, step).backward()
@@ -87,7 +87,7 @@ def freezes_for_a_while(model: nn.Module, optimizer: Any) -> None:
 
 
 def freezes_with_gradients(model: nn.Module, optimizer: Any) -> None:
-    """What is frozen keeps the gradient that it has, and momentum."""
+    """What is frozen keeps its gradient and momentum."""
     first = model.get_submodule("0")
     for step in range(4):
         loss(model, step).backward()
@@ -98,7 +98,7 @@ def freezes_with_gradients(model: nn.Module, optimizer: Any) -> None:
         first.requires_grad_(step != 1)
 
 
-def freezes_behind_forwards(model: nn.Module, optimizer: Any) -> None:
+def freezes_after_forward(model: nn.Module, optimizer: Any) -> None:
     block = model.get_submodule("1")
     for step in range(4):
         block.requires_grad_(True)
@@ -110,7 +110,7 @@ def freezes_behind_forwards(model: nn.Module, optimizer: Any) -> None:
         optimizer.zero_grad()
 
 
-def freezes_amid_backwards(model: nn.Module, optimizer: Any) -> None:
+def freezes_during_backward(model: nn.Module, optimizer: Any) -> None:
     layer = model.get_submodule("1.0")
 
     def freeze(*_: object) -> None:
@@ -129,20 +129,20 @@ def freezes_amid_backwards(model: nn.Module, optimizer: Any) -> None:
 
 LOOPS: list[Loop] = [
     clears_late,
-    puts_into_data,
-    swaps_averages_in,
+    assigns_data,
+    swaps_in_averages,
     calls_blocks,
-    freezes_for_a_while,
+    freezes_in_one_step,
     freezes_with_gradients,
-    freezes_behind_forwards,
-    freezes_amid_backwards,
+    freezes_after_forward,
+    freezes_during_backward,
 ]
 
 
-@plain_and_apart
+@with_and_without_precision
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @on_ranks(2)
-def test_a_loop_trains_as_one_process_does(
+def test_loops_train_as_in_one_process(
     comm: Communicator, stage: int, precision: Precision | None
 ) -> None:
     for loop in LOOPS:
@@ -155,13 +155,13 @@ def test_a_loop_trains_as_one_process_does(
         engine.close()
 
 
-@plain_and_apart
+@with_and_without_precision
 @pytest.mark.parametrize("stage", range(4))
 @on_ranks(2)
-def test_what_is_frozen_for_a_while_is_not_reduced(
+def test_frozen_blocks_are_not_reduced(
     comm: Communicator, stage: int, precision: Precision | None
 ) -> None:
-    """Of three blocks, so many are frozen for the forward, and for the backward."""
+    """So many of the three blocks are frozen in the forward, and in the backward."""
     engine = ringdp.shard(model := net(), stage=stage, precision=precision, comm=comm)
     sent = []
     for frozen in ((0, 0), (1, 1), (0, 1), (3, 3), (3, 2)):
@@ -178,10 +178,10 @@ def test_what_is_frozen_for_a_while_is_not_reduced(
     assert sent == [3 * each, 2 * each, 2 * each, 0, each]
 
 
-@plain_and_apart
+@with_and_without_precision
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @on_ranks(2)
-def test_what_waits_for_its_reduction_may_be_frozen(
+def test_accumulated_gradients_survive_freezing(
     comm: Communicator, stage: int, precision: Precision | None
 ) -> None:
     model, twin = net(), net()
@@ -201,13 +201,13 @@ def test_what_waits_for_its_reduction_may_be_frozen(
     engine.close()
 
 
-@plain_and_apart
+@with_and_without_precision
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @on_ranks(2)
-def test_what_was_frozen_may_train_later(
+def test_parameters_can_be_unfrozen_after_sharding(
     comm: Communicator, stage: int, precision: Precision | None
 ) -> None:
-    """One after the other, of a block that is frozen when the model is sharded."""
+    """Parameters that were frozen when the model was sharded are unfrozen one after another."""
     model, twin = net(), net()
     model[0].requires_grad_(False), twin[0].requires_grad_(False)
     engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
@@ -227,8 +227,10 @@ def test_what_was_frozen_may_train_later(
 
 @pytest.mark.parametrize("stage", [1, 3])
 @on_ranks(2)
-def test_what_one_rank_steps_of_its_own_gathers_nothing(comm: Communicator, stage: int) -> None:
-    """Rank 0 steps a model that only it has, between a forward and its backward."""
+def test_stepping_an_unrelated_parameter_on_one_rank_is_harmless(
+    comm: Communicator, stage: int
+) -> None:
+    """Rank 0 steps a model of its own between a forward and its backward."""
     model, twin = net(), net()
     engine = ringdp.shard(model, stage=stage, comm=comm)
     mine = nn.Parameter(torch.ones(1))
@@ -246,9 +248,9 @@ def test_what_one_rank_steps_of_its_own_gathers_nothing(comm: Communicator, stag
 
 @pytest.mark.parametrize("stage", range(4))
 @on_ranks(2)
-def test_a_norm_is_of_gradients_alone(comm: Communicator, stage: int) -> None:
-    """Not of what lies behind them in a buffer, where what is not written is NaN: neither where the
-    first backward adds to zeros."""
+def test_the_norm_ignores_padding(comm: Communicator, stage: int) -> None:
+    """Padding behind gradients in a buffer, which may be NaN, does not count: neither when the
+    first backward adds to zeros nor when it writes."""
     torch.use_deterministic_algorithms(True)
     try:
         offload = Offload(optimizer=True) if stage else None

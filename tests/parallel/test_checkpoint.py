@@ -1,5 +1,5 @@
-"""Saved by some ranks in one stage, loaded by others in another: the same bits. A crash during a
-save leaves the one before whole."""
+"""Checkpoints saved with some ranks and stage load with any others, bit for bit; a crash during a
+save keeps the previous one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ WIDTH = 7
 
 
 class Net(nn.Module):
-    """A tied weight, a 0-dim parameter, a frozen one, buffers; a unit too small for four ranks."""
+    """A tied weight, a 0-dim and a frozen parameter, buffers, and a unit with fewer elements than
+    four ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +50,7 @@ def net(seed: int = 0) -> Net:
 
 
 def loss(model: nn.Module, step: int) -> Tensor:
-    """The same on every rank, so that the number of ranks changes roundings only."""
+    """The same on all ranks, so the number of ranks changes only roundings."""
     tokens = torch.randint(5, (2, 12), generator=torch.Generator().manual_seed(step))
     return nn.functional.cross_entropy(model(tokens[0]).float(), tokens[1])
 
@@ -66,7 +67,7 @@ def train(model: nn.Module, optimizer: Any, steps: range) -> list[float]:
 
 
 def contents(engine: ringdp.Engine, optimizer: Any) -> dict[str, list[float]]:
-    """Every parameter, buffer and piece of optimizer state, whole."""
+    """All parameters, buffers and optimizer state, unsharded."""
     found = {}
     with engine.full_parameters():
         found |= {k: v.flatten().tolist() for k, v in engine.model.state_dict().items()}
@@ -89,10 +90,10 @@ def contents(engine: ringdp.Engine, optimizer: Any) -> dict[str, list[float]]:
     return {k.split()[-1] + k.split()[0]: v for k, v in found.items()}
 
 
-def write_it(comm: Communicator, path: str, stage: int, optimizer: str) -> Any:
+def train_and_save(comm: Communicator, path: str, stage: int, optimizer: str) -> Any:
     model = net()
     engine = ringdp.shard(model, stage=stage, comm=comm)
-    opt = make(optimizer, model)
+    opt = make_optimizer(optimizer, model)
     train(model, opt, range(3))
     ringdp.save(path, engine, opt, extra={"step": 3})
     held = contents(engine, opt)
@@ -101,10 +102,10 @@ def write_it(comm: Communicator, path: str, stage: int, optimizer: str) -> Any:
     return held, losses
 
 
-def read_it(comm: Communicator, path: str, stage: int, optimizer: str) -> Any:
+def load_and_train(comm: Communicator, path: str, stage: int, optimizer: str) -> Any:
     model = net(seed=1 + comm.rank)
     engine = ringdp.shard(model, stage=stage, unit=nn.Linear, persist_below=8, comm=comm)
-    opt = make(optimizer, model, lr=7.0)
+    opt = make_optimizer(optimizer, model, lr=7.0)
     extra = ringdp.load(path, engine, opt)
     assert extra == {"step": 3}
     assert opt.param_groups[0]["lr"] == 0.01
@@ -115,7 +116,7 @@ def read_it(comm: Communicator, path: str, stage: int, optimizer: str) -> Any:
     return held, losses
 
 
-def make(name: str, model: nn.Module, lr: float = 0.01) -> Any:
+def make_optimizer(name: str, model: nn.Module, lr: float = 0.01) -> Any:
     parameters = [p for p in model.parameters() if p.requires_grad]
     library = ringdp if name == "ringdp" else torch.optim
     return library.AdamW(parameters, lr=lr)
@@ -124,13 +125,13 @@ def make(name: str, model: nn.Module, lr: float = 0.01) -> Any:
 @pytest.mark.parametrize(
     ("wrote", "reads"), [((4, 3), [(4, 1), (2, 1), (1, 0), (3, 2)]), ((1, 0), [(4, 3)])]
 )
-def test_any_ranks_and_stage_load_the_same_bits(ranks, tmp_path, wrote, reads):
+def test_a_checkpoint_loads_with_any_ranks_and_stage(ranks, tmp_path, wrote, reads):
     path = str(tmp_path / "deep" / "checkpoint")
     n, stage = wrote
-    held, losses = ranks(n)(write_it, path, stage, "ringdp")[0]
+    held, losses = ranks(n)(train_and_save, path, stage, "ringdp")[0]
     for n, stage in reads:
-        optimizer = "torch" if n == 3 else "ringdp"  # their states are the same
-        for found, after in ranks(n)(read_it, path, stage, optimizer):
+        optimizer = "torch" if n == 3 else "ringdp"  # both optimizers have the same state
+        for found, after in ranks(n)(load_and_train, path, stage, optimizer):
             assert found == held
             assert after == pytest.approx(losses, rel=1e-4)
             if n == wrote[0]:
@@ -139,10 +140,10 @@ def test_any_ranks_and_stage_load_the_same_bits(ranks, tmp_path, wrote, reads):
 
 
 @on_ranks(2)
-def test_the_optimizers_state_takes_the_parameters_dtype(
+def test_loaded_optimizer_state_has_the_parameters_dtype(
     comm: Communicator, tmp_path: Path
 ) -> None:
-    """bfloat16 saves what float32 goes on with, and the other way."""
+    """State saved in bfloat16 is loaded in float32, and vice versa."""
     for saved, here in ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)):
         for dtype, act in ((saved, ringdp.save), (here, ringdp.load)):
             model = nn.Sequential(nn.Linear(WIDTH, WIDTH)).to(dtype)
@@ -161,7 +162,7 @@ def test_the_optimizers_state_takes_the_parameters_dtype(
             engine.close()
 
 
-def exported(comm: Communicator, path: str) -> list[float]:
+def export(comm: Communicator, path: str) -> list[float]:
     model = net()
     precision = Precision(torch.bfloat16, torch.float32, keep_fp32=nn.BatchNorm1d)
     engine = ringdp.shard(model, stage=3, precision=precision, comm=comm)
@@ -174,19 +175,20 @@ def exported(comm: Communicator, path: str) -> list[float]:
 
 
 def test_a_plain_model_loads_an_export(ranks, tmp_path):
-    values = ranks(2)(exported, str(tmp_path / "model.safetensors"))[0]
+    values = ranks(2)(export, str(tmp_path / "model.safetensors"))[0]
     model = net(seed=5)
     model.load_state_dict(load_file(tmp_path / "model.safetensors"))
     assert torch.cat([p.detach().flatten() for p in model.parameters()]).tolist() == values
     assert os.listdir(tmp_path) == ["model.safetensors"]
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # as asked: `no_dist`
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # as `no_dist` asks for
 def test_torchs_distributed_checkpoint_reads_the_shards(ranks, tmp_path):
-    held, _ = ranks(4)(write_it, str(tmp_path), 3, "torch")[0]
+    held, _ = ranks(4)(train_and_save, str(tmp_path), 3, "torch")[0]
     (data,) = tmp_path.glob("data-*")
     parameters = {name: p.numel() for name, p in net().named_parameters()}
-    moved = {name: n for name, n in parameters.items() if name != "blocks.2.weight"}  # frozen
+    # the frozen one has no state
+    moved = {name: n for name, n in parameters.items() if name != "blocks.2.weight"}
     state = {f"parameter/{name}": torch.empty(n) for name, n in parameters.items()}
     state |= {f"optimizer/exp_avg/{name}": torch.empty(n) for name, n in moved.items()}
     dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(data)), no_dist=True)
@@ -196,27 +198,27 @@ def test_torchs_distributed_checkpoint_reads_the_shards(ranks, tmp_path):
         assert state[f"optimizer/exp_avg/{name}"].tolist() == held[name + "exp_avg"]
 
 
-def dies(comm: Communicator, report: Any, path: str, rank: int, at: int) -> None:
-    """Saves twice; in the second save `rank` is killed at its `at`-th chance."""
+def die_during_save(comm: Communicator, report: Any, path: str, rank: int, at: int) -> None:
+    """Saves twice; `rank` is killed at the `at`-th fsync or replace of the second save."""
     model = net()
     engine = ringdp.shard(model, stage=3, comm=comm)
     optimizer = ringdp.AdamW([p for p in model.parameters() if p.requires_grad])
     train(model, optimizer, range(1))
     ringdp.save(path, engine, optimizer, extra={"save": 1})
     train(model, optimizer, range(1))
-    chances = 0
+    calls = 0
 
-    def deadly(real: Any) -> Any:
+    def kill_at_call(real: Any) -> Any:
         def call(*args: Any) -> Any:
-            nonlocal chances
-            chances += 1
-            if comm.rank == rank and chances == at:
+            nonlocal calls
+            calls += 1
+            if comm.rank == rank and calls == at:
                 os.kill(os.getpid(), signal.SIGKILL)
             return real(*args)
 
         return call
 
-    os.fsync, os.replace = deadly(os.fsync), deadly(os.replace)
+    os.fsync, os.replace = kill_at_call(os.fsync), kill_at_call(os.replace)
     try:
         ringdp.save(path, engine, optimizer, extra={"save": 2})
     except ringdp.PeerLost:
@@ -235,30 +237,30 @@ def extra_of(comm: Communicator, path: str) -> Any:
 @pytest.mark.parametrize(
     ("rank", "at", "left"), [(0, 1, 1), (1, 1, 1), (0, 2, 1), (0, 3, 1), (0, 4, 1), (0, 5, 2)]
 )
-def test_a_kill_during_save_leaves_a_whole_checkpoint(ranks, forks, tmp_path, rank, at, left):
-    ended = forks(2, dies, str(tmp_path), rank, at)
+def test_a_kill_during_a_save_leaves_a_whole_checkpoint(ranks, forks, tmp_path, rank, at, left):
+    ended = forks(2, die_during_save, str(tmp_path), rank, at)
     assert ended[rank].code == -signal.SIGKILL
     assert ranks(1)(extra_of, str(tmp_path)) == [{"save": left}]
 
 
-def dies_exporting(comm: Communicator, report: Any, path: str, dies: bool) -> None:
+def export_or_die(comm: Communicator, report: Any, path: str, die_during_save: bool) -> None:
     engine = ringdp.shard(net(), stage=3, comm=comm)
-    if dies:
+    if die_during_save:
         os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
     ringdp.export(path, engine)
 
 
-def test_the_next_export_removes_what_a_killed_one_has_left(forks, tmp_path):
+def test_an_export_removes_the_files_of_a_killed_one(forks, tmp_path):
     path = str(tmp_path / "model.safetensors")
-    forks(1, dies_exporting, path, True)
+    forks(1, export_or_die, path, True)
     assert os.listdir(tmp_path) == [".model.safetensors.ringdp"]
-    (tmp_path / ".model.safetensors.ringdp" / ".tmp123").touch()  # safetensors' own
-    forks(1, dies_exporting, path, False)
+    (tmp_path / ".model.safetensors.ringdp" / ".tmp123").touch()  # a temporary file of safetensors
+    forks(1, export_or_die, path, False)
     assert os.listdir(tmp_path) == ["model.safetensors"]
 
 
 @on_ranks(2)
-def test_what_cannot_be_saved_or_loaded_is_told(comm: Communicator, tmp_path: Path) -> None:
+def test_errors_of_save_and_load_say_what_is_wrong(comm: Communicator, tmp_path: Path) -> None:
     model = net()
     engine = ringdp.shard(model, stage=3, comm=comm)
     optimizer = ringdp.AdamW([p for p in model.parameters() if p.requires_grad])
@@ -267,7 +269,7 @@ def test_what_cannot_be_saved_or_loaded_is_told(comm: Communicator, tmp_path: Pa
     blocked = tmp_path / "file"
     blocked.touch()
     groups = ringdp.AdamW([{"params": [p]} for p in model.parameters()])
-    for attempt, said in (
+    for attempt, message in (
         (lambda: ringdp.load(tmp_path / "nothing", engine), "holds no checkpoint"),
         (
             lambda: ringdp.load(tmp_path, other),
@@ -288,7 +290,7 @@ def test_what_cannot_be_saved_or_loaded_is_told(comm: Communicator, tmp_path: Pa
         ),
         (lambda: ringdp.save(blocked / "below", engine), "was not written; ranks 0, 1: "),
     ):
-        with pytest.raises(CheckpointError, match=said):
+        with pytest.raises(CheckpointError, match=message):
             attempt()
     engine.close()
     other.close()

@@ -1,5 +1,5 @@
-"""Checkpoints that are damaged, foreign or forged are refused on every rank with nothing changed;
-saves that fail leave nothing behind, and no save removes what is not its own."""
+"""Damaged, foreign or forged checkpoints are refused on every rank without changes; failing saves
+leave no files, and no save removes files that are not its own."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def net(seed: int = 0) -> nn.Sequential:
 # ---- one file
 
 
-def test_a_damaged_file_is_told(tmp_path):
+def test_a_damaged_file_is_refused(tmp_path):
     path = tmp_path / "x.safetensors"
     tensors = {"a": torch.arange(6.0), "b": torch.ones(2, dtype=torch.bool), "c": torch.ones(0)}
     write(path, tensors, {key: [0] for key in tensors})
@@ -64,7 +64,7 @@ def test_a_damaged_file_is_told(tmp_path):
         {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 4 << 40]},
     ],
 )
-def test_a_forged_header_is_told(tmp_path, entry):
+def test_a_forged_header_is_refused(tmp_path, entry):
     path = tmp_path / "x.safetensors"
     text = json.dumps({"a": entry}).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(16))
@@ -85,7 +85,7 @@ A_NUMBER = {"dtype": "float32", "shape": [], "parts": [[0, 0, 1]], "single": Non
 
 
 def put(*keys: Any, value: Any) -> Callable[[Any], Any]:
-    """A change of one place of an index."""
+    """A function that changes one entry of an index."""
 
     def change(index: Any) -> Any:
         at = index
@@ -164,22 +164,23 @@ MISMATCHED = {
 }
 
 
-def saved(comm: Communicator, path: str) -> None:
+def save(comm: Communicator, path: str) -> None:
     model = net()
     engine = ringdp.shard(model, stage=3, unit=nn.Linear, comm=comm)
-    optimizer = torch.optim.NAdam(model.parameters())  # which keeps single values, too
+    optimizer = torch.optim.NAdam(model.parameters())  # has state with one value per parameter
     model(torch.ones(4, 9)).sum().backward()
     optimizer.step()
     ringdp.save(path, engine, optimizer, extra={"save": 1})
     engine.close()
 
 
-def refused(comm: Communicator, path: str, whole: str, stage: int) -> list[str]:
-    """What loading says of every damaged checkpoint; then the whole one is loaded."""
+def load_damaged(comm: Communicator, path: str, whole: str, stage: int) -> list[str]:
+    """The error messages of loading every damaged checkpoint; the intact one is loaded at the
+    end."""
     model = net(seed=1)
     engine = ringdp.shard(model, stage=stage, comm=comm)
     optimizer = torch.optim.NAdam(model.parameters(), lr=7.0)
-    said = []
+    messages = []
 
     def values() -> list[Any]:
         with engine.full_parameters():
@@ -189,7 +190,7 @@ def refused(comm: Communicator, path: str, whole: str, stage: int) -> list[str]:
     for damaged in sorted(os.listdir(path)):
         with pytest.raises(CheckpointError) as error:
             ringdp.load(Path(path) / damaged, engine, optimizer)
-        said.append(str(error.value))
+        messages.append(str(error.value))
         assert values() == before, damaged
         assert not optimizer.state
         assert optimizer.param_groups[0]["lr"] == 7.0
@@ -199,11 +200,11 @@ def refused(comm: Communicator, path: str, whole: str, stage: int) -> list[str]:
     found = {tuple(s[k].shape) for s in optimizer.state.values() for k in ("step", "mu_product")}
     assert found <= {()}
     engine.close()
-    return said
+    return messages
 
 
 def damage(whole: Path, path: Path) -> None:
-    """A directory for every way to damage a checkpoint."""
+    """Writes a directory for every way to damage a checkpoint."""
 
     def copy(name: str) -> tuple[Path, Any]:
         there = path / name
@@ -229,9 +230,9 @@ def damage(whole: Path, path: Path) -> None:
     )
 
 
-def test_what_is_damaged_or_forged_is_refused_everywhere(ranks, tmp_path):
+def test_damaged_and_forged_checkpoints_are_refused_on_all_ranks(ranks, tmp_path):
     whole, damaged = tmp_path / "whole", tmp_path / "damaged"
-    ranks(2)(saved, str(whole))
+    ranks(2)(save, str(whole))
     assert read_index(whole).optimizer == "NAdam"
     damage(whole, damaged)
     for name in FORGED:
@@ -240,7 +241,7 @@ def test_what_is_damaged_or_forged_is_refused_everywhere(ranks, tmp_path):
     with pytest.raises(CheckpointError, match=r"format 'ringdp\.checkpoint\.3', not 'ringdp\.che"):
         read_index(damaged / "format")
     for stage in (0, 3):
-        first, second = ranks(2)(refused, str(damaged), str(whole), stage)
+        first, second = ranks(2)(load_damaged, str(damaged), str(whole), stage)
         assert first == second, "every rank says what any has met"
         assert len(first) == len(FORGED) + len(MISMATCHED) + 5
         assert sum("running_mean of shape [3, 3], not [9]" in text for text in first) == 1
@@ -251,8 +252,8 @@ def test_what_is_damaged_or_forged_is_refused_everywhere(ranks, tmp_path):
 # ---- what a save leaves
 
 
-def fails(comm: Communicator, path: str) -> None:
-    """Rank 0 has a buffer that no checkpoint can hold: all are told, and nothing is left."""
+def save_fails(comm: Communicator, path: str) -> None:
+    """Rank 0 has a buffer that no checkpoint can hold: all ranks raise, and no file is left."""
     model = net()
     engine = ringdp.shard(model, stage=3, comm=comm)
     ringdp.save(path, engine, extra={"save": 1})
@@ -288,20 +289,20 @@ def fails(comm: Communicator, path: str) -> None:
     engine.close()
 
 
-def test_a_save_that_fails_leaves_nothing_and_none_removes_what_is_the_users(ranks, tmp_path):
+def test_failing_saves_leave_no_files_and_remove_none_of_the_users(ranks, tmp_path):
     own = [tmp_path / "data-train" / "x", tmp_path / "data-0123456789abcdeg" / "y"]
     for file in own:
         file.parent.mkdir()
         file.touch()
     stale = tmp_path / "data-0123456789abcdef"  # of a save that was killed
     stale.mkdir()
-    ranks(2)(fails, str(tmp_path))
+    ranks(2)(save_fails, str(tmp_path))
     assert all(file.exists() for file in own)
     assert not stale.exists()
 
 
-def elsewhere(comm: Communicator, path: Path) -> None:
-    """Every rank gives a path of its own, where rank 0's holds a checkpoint."""
+def save_to_different_paths(comm: Communicator, path: Path) -> None:
+    """Each rank passes another path; the one of rank 0 holds a checkpoint."""
     engine = ringdp.shard(net(), stage=3, comm=comm)
     ringdp.save(path / "0", engine, extra={"save": 1})
     with pytest.raises(CheckpointError, match=r"rank 0: .* no file of ranks \[1\]: they wrote els"):
@@ -310,7 +311,7 @@ def elsewhere(comm: Communicator, path: Path) -> None:
     engine.close()
 
 
-def test_a_save_to_a_path_by_rank_is_refused_and_the_one_before_stays(ranks, tmp_path):
-    ranks(2)(elsewhere, tmp_path)
+def test_a_save_to_different_paths_is_refused_and_keeps_the_previous_one(ranks, tmp_path):
+    ranks(2)(save_to_different_paths, tmp_path)
     assert os.listdir(tmp_path / "1") == []
     assert len(os.listdir(tmp_path / "0")) == 2

@@ -1,4 +1,4 @@
-"""What modules keep by get_extra_state is in a checkpoint, as it was."""
+"""The extra state of modules (get_extra_state) is saved and restored unchanged."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STATE: dict[str, Any] = {
 }
 
 
-class Keeps(nn.Linear):
+class WithExtraState(nn.Linear):
     def __init__(self, state: Any = None) -> None:
         super().__init__(4, 4)
         self.state = state
@@ -37,12 +37,14 @@ class Keeps(nn.Linear):
         self.state = state
 
 
-def keeps(comm: Communicator, path: str, stage: int) -> None:
-    model = nn.Sequential(Keeps(STATE if comm.rank == 0 else "rank 0's counts"), Keeps(5))
+def save_and_load(comm: Communicator, path: str, stage: int) -> None:
+    model = nn.Sequential(
+        WithExtraState(STATE if comm.rank == 0 else "rank 0's counts"), WithExtraState(5)
+    )
     engine = ringdp.shard(model, stage=stage, comm=comm)
     ringdp.save(path, engine)
     engine.close()
-    other = nn.Sequential(Keeps(), Keeps())
+    other = nn.Sequential(WithExtraState(), WithExtraState())
     engine = ringdp.shard(other, stage=3 - stage, comm=comm)
     ringdp.load(path, engine)
     assert repr(other[0].state) == repr(STATE)
@@ -50,16 +52,19 @@ def keeps(comm: Communicator, path: str, stage: int) -> None:
     engine.close()
 
 
-def refuses(comm: Communicator, path: str) -> list[str]:
-    said = []
-    models = [nn.Sequential(nn.Linear(4, 4), Keeps()), nn.Sequential(Keeps({1, 2}), Keeps())]
+def load_wrong_extra_state(comm: Communicator, path: str) -> list[str]:
+    messages = []
+    models = [
+        nn.Sequential(nn.Linear(4, 4), WithExtraState()),
+        nn.Sequential(WithExtraState({1, 2}), WithExtraState()),
+    ]
     for model, act in zip(models, (ringdp.load, ringdp.save), strict=True):
         engine = ringdp.shard(model, stage=2, comm=comm)
         with pytest.raises(CheckpointError) as error:
             act(path, engine)
-        said.append(str(error.value))
+        messages.append(str(error.value))
         engine.close()
-    model = nn.Sequential(Keeps(), Keeps())
+    model = nn.Sequential(WithExtraState(), WithExtraState())
     engine = ringdp.shard(model, stage=2, comm=comm)
     index = Path(path) / "index.json"
     whole = index.read_text(encoding="utf-8")
@@ -74,12 +79,12 @@ def refuses(comm: Communicator, path: str) -> list[str]:
             ringdp.load(path, engine)
         assert model[0].state is None
     engine.close()
-    return said
+    return messages
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_extra_state_comes_back_as_it_was(ranks, tmp_path, stage):
-    ranks(2)(keeps, str(tmp_path), stage)
-    for missing, kind in ranks(2)(refuses, str(tmp_path)):
+def test_extra_state_is_restored_and_checked(ranks, tmp_path, stage):
+    ranks(2)(save_and_load, str(tmp_path), stage)
+    for missing, kind in ranks(2)(load_wrong_extra_state, str(tmp_path)):
         assert "has other extra state: of 0" in missing
         assert "extra state of module 0 has a set" in kind

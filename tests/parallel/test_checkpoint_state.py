@@ -1,5 +1,5 @@
-"""What an optimizer keeps comes back to the ranks that kept it, whatever they kept; what could not
-be loaded is not saved; where a save fails on any rank, the one before stays."""
+"""Optimizer state of any form is restored to the ranks that had it. State that could not be loaded
+is refused by the save, and a save that fails on any rank keeps the previous checkpoint."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.process
 
 
 class Vector(nn.Module):
-    """One parameter: in stages from 1 up, two ranks have 16 elements of it and 1."""
+    """One parameter; from stage 1 on, two ranks have 16 elements and 1 element of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,22 +34,22 @@ class Vector(nn.Module):
         return (self.w**2).sum()
 
 
-def made(comm: Communicator, stage: int) -> tuple[nn.Module, ringdp.Engine, torch.optim.Optimizer]:
+def make(comm: Communicator, stage: int) -> tuple[nn.Module, ringdp.Engine, torch.optim.Optimizer]:
     model = Vector()
     engine = ringdp.shard(model, stage=stage, comm=comm)
     return model, engine, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def saves(comm: Communicator, path: str, stage: int, state: Callable[..., dict[str, Any]]) -> None:
-    model, engine, optimizer = made(comm, stage)
+def save(comm: Communicator, path: str, stage: int, state: Callable[..., dict[str, Any]]) -> None:
+    model, engine, optimizer = make(comm, stage)
     optimizer.state[model.w].update(state(comm.rank, model.w))
     ringdp.save(path, engine, optimizer)
     engine.close()
 
 
-def loads(comm: Communicator, path: str, stage: int) -> dict[str, Any]:
-    """The state, as lists; those of several elements are what this rank has of the parameter."""
-    model, engine, optimizer = made(comm, stage)
+def load(comm: Communicator, path: str, stage: int) -> dict[str, Any]:
+    """The state as lists; elementwise state is compared with the rank's part of the parameter."""
+    model, engine, optimizer = make(comm, stage)
     assert comm.size != 2 or stage == 0 or model.w.numel() == (16, 1)[comm.rank]
     ringdp.load(path, engine, optimizer)
     found = {}
@@ -63,31 +63,31 @@ def loads(comm: Communicator, path: str, stage: int) -> dict[str, Any]:
     return found
 
 
-def singles(rank: int, w: Tensor) -> dict[str, Any]:
+def single_values(rank: int, w: Tensor) -> dict[str, Any]:
     return {"d": torch.full((1,), 3.0 + rank), "mu": torch.tensor(0.5 + rank), "each": w.detach()}
 
 
-def test_single_values_of_any_shape_are_each_ranks_own(ranks, tmp_path):
+def test_single_values_of_any_shape_are_kept_per_rank(ranks, tmp_path):
     path = str(tmp_path)
-    ranks(2)(saves, path, 3, singles)
+    ranks(2)(save, path, 3, single_values)
     first = {"d": ([1], [3.0]), "mu": ([], 0.5), "each": "as the parameter"}
     second = {"d": ([1], [4.0]), "mu": ([], 1.5), "each": ([1], [16.0])}
-    assert ranks(2)(loads, path, 3) == [first, second]
-    assert ranks(2)(loads, path, 0) == [first, first], "of the first that had any of its elements"
-    assert ranks(1)(loads, path, 2) == [first]
+    assert ranks(2)(load, path, 3) == [first, second]
+    assert ranks(2)(load, path, 0) == [first, first], "of the first that had any of its elements"
+    assert ranks(1)(load, path, 2) == [first]
 
 
-def on_one(rank: int, w: Tensor) -> dict[str, Any]:
+def on_rank_1(rank: int, w: Tensor) -> dict[str, Any]:
     kept = {"step": torch.tensor(2.0), "exp_avg": w.detach(), "calls": 3}
     return kept if rank == 1 else {}
 
 
-def on_one_alone(rank: int, w: Tensor) -> dict[str, Any]:
+def single_values_on_rank_1(rank: int, w: Tensor) -> dict[str, Any]:
     return {"calls": rank, "step": torch.tensor(float(rank))} if rank == 1 else {}
 
 
-def refused(comm: Communicator, path: str, stage: int) -> str:
-    model, engine, optimizer = made(comm, stage)
+def refused_load(comm: Communicator, path: str, stage: int) -> str:
+    model, engine, optimizer = make(comm, stage)
     optimizer.state[model.w]["mine"] = 1
     with pytest.raises(CheckpointError) as error:
         ringdp.load(path, engine, optimizer)
@@ -96,24 +96,24 @@ def refused(comm: Communicator, path: str, stage: int) -> str:
     return str(error.value)
 
 
-def test_what_some_ranks_kept_is_theirs_again(ranks, tmp_path):
+def test_state_of_some_ranks_is_restored_to_them(ranks, tmp_path):
     path = str(tmp_path)
-    ranks(2)(saves, path, 3, on_one)
+    ranks(2)(save, path, 3, on_rank_1)
     there = {"step": ([], 2.0), "exp_avg": ([1], [16.0]), "calls": 3}
-    assert ranks(2)(loads, path, 2) == [{}, there]
-    (said,) = ranks(1)(refused, path, 3)
-    assert "of optimizer/exp_avg/w, elements 0..17, there are only 1" in said
-    ranks(2)(saves, path, 3, on_one_alone)
-    assert ranks(1)(loads, path, 0) == [{"step": ([], 1.0), "calls": 1}]
+    assert ranks(2)(load, path, 2) == [{}, there]
+    (message,) = ranks(1)(refused_load, path, 3)
+    assert "of optimizer/exp_avg/w, elements 0..17, there are only 1" in message
+    ranks(2)(save, path, 3, single_values_on_rank_1)
+    assert ranks(1)(load, path, 0) == [{"step": ([], 1.0), "calls": 1}]
 
 
 @pytest.mark.parametrize("stage", [0, 2])
 @on_ranks(2)
-def test_a_whole_state_that_has_not_been_stepped_yet_is_saved(
+def test_a_loaded_state_can_be_saved_before_a_step(
     comm: Communicator, tmp_path: Path, stage: int
 ) -> None:
     """As load_state_dict has left it."""
-    _, engine, optimizer = made(comm, stage)
+    _, engine, optimizer = make(comm, stage)
     whole, groups = torch.arange(17.0), optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": {0: {"mean": whole}}, "param_groups": groups})
     ringdp.save(tmp_path, engine, optimizer)
@@ -123,31 +123,32 @@ def test_a_whole_state_that_has_not_been_stepped_yet_is_saved(
     engine.close()
 
 
-def kinds(rank: int, w: Tensor) -> dict[str, Any]:
+def mixed_kinds(rank: int, w: Tensor) -> dict[str, Any]:
     return {"d": torch.tensor(1.0) if rank else w.detach()}
 
 
-def tensor_or_not(rank: int, w: Tensor) -> dict[str, Any]:
+def tensor_on_rank_1(rank: int, w: Tensor) -> dict[str, Any]:
     return {"d": torch.tensor(1.0) if rank else 1.0}
 
 
-def dtypes(rank: int, w: Tensor) -> dict[str, Any]:
+def mixed_dtypes(rank: int, w: Tensor) -> dict[str, Any]:
     return {"d": torch.zeros(w.shape, dtype=(torch.float32, torch.float64)[rank])}
 
 
-def slash(rank: int, w: Tensor) -> dict[str, Any]:
+def name_with_slash(rank: int, w: Tensor) -> dict[str, Any]:
     return {"a/b": 1}
 
 
-def rows(rank: int, w: Tensor) -> dict[str, Any]:
+def wrong_shape(rank: int, w: Tensor) -> dict[str, Any]:
     return {"d": torch.zeros(3)}
 
 
-def keeps_before(
+def failing_save(
     comm: Communicator, path: str, stage: int, state: Callable[..., dict[str, Any]]
 ) -> str:
-    """What is said of a save with that state; the one before is there, and nothing else."""
-    model, engine, optimizer = made(comm, stage)
+    """The error of a save with that state. The previous checkpoint is intact, and there are no
+    other files."""
+    model, engine, optimizer = make(comm, stage)
     ringdp.save(path, engine, optimizer, extra={"save": 1})
     before = sorted(os.listdir(path))
     optimizer.state[model.w].update(state(comm.rank, model.w))
@@ -161,26 +162,34 @@ def keeps_before(
 
 
 @pytest.mark.parametrize(
-    ("stage", "state", "said"),
+    ("stage", "state", "message"),
     [
-        (0, on_one, "ranks 0, 1: of optimizer/exp_avg/w, elements 0..17, there are only"),
-        (3, kinds, "ranks 0, 1: optimizer/d/w is one value on a rank, one for each element on"),
-        (3, tensor_or_not, "optimizer/d/w is a tensor on some ranks, and none on others"),
-        (3, dtypes, "optimizer/d/w is float64 on rank 1, float32 on another"),
-        (3, slash, "ranks 0, 1: the optimizer has state 'a/b'; allowed: names without /"),
-        (3, rows, "state 'd' of parameter w has shape [3], where [16] is stepped; allowed: one"),
+        (0, on_rank_1, "ranks 0, 1: of optimizer/exp_avg/w, elements 0..17, there are only"),
+        (
+            3,
+            mixed_kinds,
+            "ranks 0, 1: optimizer/d/w is one value on a rank, one for each element on",
+        ),
+        (3, tensor_on_rank_1, "optimizer/d/w is a tensor on some ranks, and none on others"),
+        (3, mixed_dtypes, "optimizer/d/w is float64 on rank 1, float32 on another"),
+        (3, name_with_slash, "ranks 0, 1: the optimizer has state 'a/b'; allowed: names without /"),
+        (
+            3,
+            wrong_shape,
+            "state 'd' of parameter w has shape [3], where [16] is stepped; allowed: one",
+        ),
     ],
 )
-def test_what_could_not_be_loaded_replaces_nothing(ranks, tmp_path, stage, state, said):
-    for text in ranks(2)(keeps_before, str(tmp_path), stage, state):
-        assert said in text
+def test_state_that_could_not_be_loaded_is_refused_by_save(ranks, tmp_path, stage, state, message):
+    for text in ranks(2)(failing_save, str(tmp_path), stage, state):
+        assert message in text
 
 
-def devices(comm: Communicator, path: str, option: str) -> dict[str, str]:
-    """Where what an optimizer keeps would be, if the parameter were on another device."""
-    model, engine, optimizer = made(comm, 3)
+def state_devices(comm: Communicator, path: str, option: str) -> dict[str, str]:
+    """The devices of loaded optimizer state, if the parameter were on another device."""
+    model, engine, optimizer = make(comm, 3)
     optimizer.param_groups[0][option] = True
-    optimizer.state[model.w].update(singles(comm.rank, model.w) | {"step": torch.tensor(2.0)})
+    optimizer.state[model.w].update(single_values(comm.rank, model.w) | {"step": torch.tensor(2.0)})
     ringdp.save(path, engine, optimizer)
     there = [piece._replace(rest=piece.rest.to("meta")) for piece in pieces(engine)]
     for read in planned(read_index(Path(path)), engine, optimizer, there).reads:
@@ -193,16 +202,16 @@ def devices(comm: Communicator, path: str, option: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("option", "step"), [("fused", "meta"), ("capturable", "meta"), ("nesterov", "cpu")]
 )
-def test_steps_are_where_torchs_own_loader_puts_them(ranks, tmp_path, option, step):
-    (found,) = ranks(1)(devices, str(tmp_path), option)
+def test_loaded_state_is_on_the_devices_torch_uses(ranks, tmp_path, option, step):
+    (found,) = ranks(1)(state_devices, str(tmp_path), option)
     assert found == {"d": "meta", "mu": "meta", "each": "meta", "step": step}
 
 
 # ---- errors of one rank
 
 
-class Fails(Vector):
-    """Whose extra state fails on rank 1, with an error that says nothing."""
+class FailingExtraState(Vector):
+    """Its extra state raises an error without a message on rank 1."""
 
     at = ""
     rank = 0
@@ -220,10 +229,8 @@ class Fails(Vector):
 
 
 @on_ranks(2)
-def test_an_error_of_any_type_on_one_rank_is_told_to_all(
-    comm: Communicator, tmp_path: Path
-) -> None:
-    model = Fails()
+def test_any_error_on_one_rank_is_raised_on_all(comm: Communicator, tmp_path: Path) -> None:
+    model = FailingExtraState()
     model.rank = comm.rank
     engine = ringdp.shard(model, stage=3, comm=comm)
     ringdp.save(tmp_path, engine, extra={"save": 1})
@@ -242,8 +249,8 @@ def test_an_error_of_any_type_on_one_rank_is_told_to_all(
 
 
 @on_ranks(2)
-def test_a_commit_that_fails_leaves_nothing_behind(comm: Communicator, tmp_path: Path) -> None:
-    _, engine, optimizer = made(comm, 3)
+def test_a_failing_commit_leaves_no_files(comm: Communicator, tmp_path: Path) -> None:
+    _, engine, optimizer = make(comm, 3)
     save = ringdp.save
     save(tmp_path, engine, optimizer, extra={"save": 1})
     before = sorted(os.listdir(tmp_path))
@@ -251,11 +258,11 @@ def test_a_commit_that_fails_leaves_nothing_behind(comm: Communicator, tmp_path:
     def no_replace(*_: Any) -> None:
         raise OSError("no rename today")
 
-    told = r"not written; rank 0: OSError: no rename today"
+    message = r"not written; rank 0: OSError: no rename today"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "replace", no_replace)
         for _ in range(2):
-            with pytest.raises(CheckpointError, match=told):
+            with pytest.raises(CheckpointError, match=message):
                 save(tmp_path, engine, optimizer, extra={"save": 2})
     comm.barrier()
     assert sorted(os.listdir(tmp_path)) == before
@@ -288,21 +295,21 @@ def test_a_commit_that_fails_leaves_nothing_behind(comm: Communicator, tmp_path:
     engine.close()
 
 
-def everywhere(rank: int, w: Tensor) -> dict[str, Any]:
+def on_all_ranks(rank: int, w: Tensor) -> dict[str, Any]:
     return {"step": torch.tensor(2.0), "mu": torch.tensor(0.5), "each": w.detach(), "calls": 3}
 
 
-def test_what_every_rank_has_is_read_by_any_number(ranks, tmp_path):
+def test_state_of_all_ranks_is_loaded_by_any_number(ranks, tmp_path):
     path = str(tmp_path)
-    ranks(2)(saves, path, 3, everywhere)
+    ranks(2)(save, path, 3, on_all_ranks)
     there = {"step": ([], 2.0), "mu": ([], 0.5), "each": "as the parameter", "calls": 3}
-    assert ranks(2)(loads, path, 3) == [there, there | {"each": ([1], [16.0])}]
-    assert ranks(1)(loads, path, 0) == [there]
+    assert ranks(2)(load, path, 3) == [there, there | {"each": ([1], [16.0])}]
+    assert ranks(1)(load, path, 0) == [there]
 
 
-# ---- what stays what it is
+# ---- values keep their types
 
-INTO = {  # an integer buffer's dtype, and those that take it
+LOADABLE_AS = {  # dtype of a saved integer buffer -> the dtypes that can load it
     torch.int64: [torch.int64],
     torch.int32: [torch.int32, torch.int64],
     torch.uint8: [torch.uint8, torch.int32, torch.int64],
@@ -310,20 +317,20 @@ INTO = {  # an integer buffer's dtype, and those that take it
 }
 
 
-@pytest.mark.parametrize("dtype", INTO)
+@pytest.mark.parametrize("dtype", LOADABLE_AS)
 @on_ranks(2)
-def test_integers_go_where_all_of_their_dtype_fit_and_options_stay_what_they_are(
+def test_integer_buffers_and_optimizer_options_keep_their_types(
     comm: Communicator, tmp_path: Path, dtype: torch.dtype
 ) -> None:
-    for act, here in [(ringdp.save, dtype), *((ringdp.load, here) for here in INTO)]:
+    for act, here in [(ringdp.save, dtype), *((ringdp.load, here) for here in LOADABLE_AS)]:
         model = Vector()
         model.register_buffer("ids", torch.tensor([act is ringdp.save, True]).to(here))
         engine = ringdp.shard(model, stage=1, comm=comm)
         rate = torch.tensor(0.5 if act is ringdp.save else 0.1)
         group = {"params": [model.w], "pair": (1, 2), "list": [1, 2], "rate": rate, "kind": "a"}
-        group["best"] = True if act is ringdp.save else None  # as torch finds it
+        group["best"] = True if act is ringdp.save else None  # torch sets the option if it is None
         optimizer = torch.optim.SGD([group])
-        if here in INTO[dtype]:
+        if here in LOADABLE_AS[dtype]:
             act(tmp_path, engine, optimizer)
             assert (model.ids == 1).all()
             assert group["pair"] == (1, 2)

@@ -9,7 +9,7 @@ import torch
 
 import ringdp
 from ringdp import Communicator
-from tests.parallel.small import APART, assert_equal, batch, loss, net
+from tests.parallel.small import COMPUTE_IN_FLOAT64, assert_equal, batch, loss, net
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
@@ -25,7 +25,7 @@ def norms(comm: Communicator, stage: int) -> tuple[float, float]:
     return norm, after
 
 
-def test_the_norm_is_that_of_all_gradients(ranks):
+def test_the_norm_is_over_all_ranks_gradients(ranks):
     twin = net()
     for rank in range(3):
         (twin(batch(rank)).square().mean() / 3).backward()
@@ -38,7 +38,7 @@ def test_the_norm_is_that_of_all_gradients(ranks):
 
 @pytest.mark.parametrize("stage", [0, 3])
 @on_ranks(2)
-def test_gradients_that_the_user_has_put_there_are_clipped(comm: Communicator, stage: int) -> None:
+def test_gradients_assigned_by_the_user_are_clipped(comm: Communicator, stage: int) -> None:
     engine = ringdp.shard(model := net(), stage=stage, comm=comm)
     model(batch(comm.rank)).square().mean().backward()
     first, *others = model.parameters()
@@ -53,12 +53,10 @@ def test_gradients_that_the_user_has_put_there_are_clipped(comm: Communicator, s
 
 @pytest.mark.parametrize("stage", [0, 3])
 @on_ranks(2)
-def test_gradients_that_are_put_behind_a_forward_are_stepped(
-    comm: Communicator, stage: int
-) -> None:
-    """That has no backward, and has left other parameters in their places."""
+def test_gradients_assigned_after_a_forward_are_stepped(comm: Communicator, stage: int) -> None:
+    """A forward without a backward leaves gathered parameters in place."""
     model, twin = net(), net()
-    engine = ringdp.shard(model, stage=stage, precision=APART, comm=comm)
+    engine = ringdp.shard(model, stage=stage, precision=COMPUTE_IN_FLOAT64, comm=comm)
     for m in (model, twin):
         optimizer = torch.optim.SGD(m.parameters(), lr=1.0)
         loss(m).backward()
@@ -72,8 +70,8 @@ def test_gradients_that_are_put_behind_a_forward_are_stepped(
 
 @pytest.mark.parametrize("stage", [0, 3])
 @on_ranks(2)
-def test_a_norm_that_is_no_number_clips_as_torch_does(comm: Communicator, stage: int) -> None:
-    """Every gradient is NaN then, until it is cleared."""
+def test_clipping_by_a_nan_norm_is_as_torchs(comm: Communicator, stage: int) -> None:
+    """Every gradient becomes NaN, as with torch, until it is cleared."""
     engine = ringdp.shard(model := net(), stage=stage, comm=comm)
     model(batch(comm.rank)).square().mean().backward()
     next(model.parameters()).grad.fill_(float("nan"))

@@ -1,6 +1,7 @@
-"""torch.compile of a sharded model, whole or unit by unit, before shard() or after: the same steps.
+"""torch.compile of a sharded model or of its units, before or after shard(): it trains the same.
 
-The backend runs what was traced, ahead-of-time gradients included, without generating code."""
+The backend runs the traced graphs, ahead-of-time gradients included, without generating code.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def train(model: nn.Module, call: Callable[..., Any]) -> None:
     ("stage", "precision"), [(1, None), (3, None), (3, Precision(torch.float64))]
 )
 @on_ranks(2)
-def test_compiled_it_trains_as_one_process_does(
+def test_compiled_models_train_as_in_one_process(
     comm: Communicator, stage: int, precision: Precision | None
 ) -> None:
     twin = net()

@@ -1,4 +1,4 @@
-"""A copy of a sharded model is an ordinary one: with its values, and without its engine."""
+"""A deepcopy of a sharded model is an ordinary model with its values and without an engine."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 
 import ringdp
 from ringdp import Communicator, Precision, UsageError
-from tests.parallel.small import assert_equal, loss, net, plain_and_apart
+from tests.parallel.small import assert_equal, loss, net, with_and_without_precision
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
 
-@plain_and_apart
+@with_and_without_precision
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @on_ranks(2)
-def test_a_copy_is_an_ordinary_model(
+def test_a_deepcopy_is_an_ordinary_model(
     comm: Communicator, stage: int, precision: Precision | None
 ) -> None:
     model = net()

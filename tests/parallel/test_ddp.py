@@ -1,4 +1,4 @@
-"""DistributedDataParallel: when it reduces, what it holds, copies of it, whole loops."""
+"""DistributedDataParallel: buckets, memory and traffic, copies, and whole training loops."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ SIZES = st.lists(st.tuples(st.integers(1, 900), st.sampled_from("fd")), min_size
 
 
 @given(SIZES, st.integers(1, 2000), st.integers(1, 2000))
-def test_buckets_are_torchs(sizes, first, cap):
-    """torch cuts in the order of parameters, and sorts as we do where no dtype is mixed."""
+def test_buckets_equal_torchs(sizes, first, cap):
+    """torch assigns in parameter order; it sorts as we do if there is only one dtype."""
     sizes = [(n, "f") for n, _ in sizes]
     tensors = [torch.empty(n, dtype=torch.uint8) for n, _ in sizes]
     theirs, _ = dist._compute_bucket_assignment_by_size(tensors, [first, cap], [], [])
@@ -52,22 +52,22 @@ def test_buckets_are_torchs(sizes, first, cap):
 
 
 @given(SIZES, st.integers(1, 2000), st.integers(1, 2000), st.data())
-def test_buckets_hold_every_gradient_once_of_one_kind_in_order(sizes, first, cap, data):
+def test_buckets_hold_each_gradient_once_in_order_with_one_dtype(sizes, first, cap, data):
     facts = [Gradient(n, kind, sparse=n % 7 == 0) for n, kind in sizes]
-    order = data.draw(st.permutations(range(len(facts))))
-    buckets = assign(facts, order, [first, cap])
-    assert sorted(i for b in buckets for i in b) == sorted(order)
+    bucket_order = data.draw(st.permutations(range(len(facts))))
+    buckets = assign(facts, bucket_order, [first, cap])
+    assert sorted(i for b in buckets for i in b) == sorted(bucket_order)
     for bucket in buckets:
         assert len({facts[i].kind for i in bucket}) == 1
-        assert bucket == sorted(bucket, key=order.index)
+        assert bucket == sorted(bucket, key=bucket_order.index)
         assert len(bucket) == 1 or not any(facts[i].sparse for i in bucket)
         limit = max(first, cap)
         assert sum(facts[i].bytes for i in bucket[:-1]) < limit
-    ends = [order.index(b[-1]) for b in buckets]
+    ends = [bucket_order.index(b[-1]) for b in buckets]
     assert ends == sorted(ends)
 
 
-class Backwards(nn.Module):
+class ReversedLayers(nn.Module):
     """Uses its layers in the reverse of their order of registration."""
 
     def __init__(self) -> None:
@@ -80,9 +80,10 @@ class Backwards(nn.Module):
         return x[:, :3]
 
 
-def order(comm: Communicator) -> list[list[str]]:
-    """Names in each bucket before and after the first backward, and what the second one did."""
-    net = DistributedDataParallel(Backwards(), process_group=comm, bucket_cap_mb=0)
+def bucket_order(comm: Communicator) -> list[list[str]]:
+    """The names in each bucket before and after the first backward, and the order of events in the
+    second one."""
+    net = DistributedDataParallel(ReversedLayers(), process_group=comm, bucket_cap_mb=0)
     events: list[str] = []
 
     def buckets() -> list[str]:
@@ -102,8 +103,8 @@ def order(comm: Communicator) -> list[list[str]]:
     return [first, second, events]
 
 
-def test_a_bucket_is_reduced_as_soon_as_it_is_whole_in_an_order_learned_once(ranks):
-    first, second, events = ranks(2)(order)[0]
+def test_buckets_are_rebuilt_once_and_reduced_as_soon_as_complete(ranks):
+    first, second, events = ranks(2)(bucket_order)[0]
     assert first == [f"layers.{i}.weight" for i in (3, 2, 1, 0)]
     assert second == [f"layers.{i}.weight" for i in (0, 1, 2, 3)]
     assert events == [f"{what} {i}" for i in range(4) for what in ("gradient", "reduce")]
@@ -114,10 +115,11 @@ def test_a_bucket_is_reduced_as_soon_as_it_is_whole_in_an_order_learned_once(ran
 
 @pytest.mark.parametrize("as_views", [False, True])
 @on_ranks(2)
-def test_gradients_that_somebody_holds_keep_their_values(
+def test_gradients_that_are_referenced_keep_their_values(
     comm: Communicator, as_views: bool
 ) -> None:
-    """Gradients of the last step stay what they are while somebody holds them, in any form."""
+    """Gradients of the last step keep their values while a reference to them is held, in any
+    form."""
     net = DistributedDataParallel(mlp(), gradient_as_bucket_view=as_views, process_group=comm)
     (bucket,) = net.reducer.buckets
     first = backward(net, 0, comm.rank)
@@ -138,7 +140,7 @@ def test_gradients_that_somebody_holds_keep_their_values(
         assert same != as_views
         del kept
     flat = net.reducer.buckets[0].flat.data_ptr()
-    for step in range(3):  # nobody holds them: no other memory is taken
+    for step in range(3):  # without such references no other memory is allocated
         backward(net, step, comm.rank)
         assert net.reducer.buckets[0].flat.data_ptr() == flat
     for p in net.parameters():
@@ -147,11 +149,11 @@ def test_gradients_that_somebody_holds_keep_their_values(
 
 
 def traffic(comm: Communicator) -> list[tuple[int, int]]:
-    """(bytes sent by an iteration, what 2(n-1)/n of all gradients are)."""
+    """(bytes sent by an iteration, 2(n-1)/n of the bytes of all gradients)."""
     net = DistributedDataParallel(mlp(), process_group=comm)
     sent = []
     for step in range(3):
-        if step == 1:  # before the second forward one message says how buckets are rebuilt
+        if step == 1:  # the second forward sends one message about how buckets are rebuilt
             net.reducer._rebuild_buckets()
         before = net.reducer.comm.sent_bytes()
         with net.no_sync() if step == 2 else nullcontext():
@@ -162,7 +164,7 @@ def traffic(comm: Communicator) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_an_iteration_sends_its_share_and_no_sync_nothing(ranks, n):
+def test_bytes_sent_equal_the_formula_and_no_sync_sends_none(ranks, n):
     for pairs in ranks(n)(traffic):
         assert [sent for sent, _ in pairs] == [formula for _, formula in pairs]
 
@@ -172,10 +174,10 @@ def test_a_model_can_be_wrapped_again(comm: Communicator) -> None:
     model = mlp()
     net = DistributedDataParallel(model, process_group=comm)
     backward(net, 0, comm.rank)
-    gone = weakref.ref(net.reducer)
+    reference = weakref.ref(net.reducer)
     del net
     gc.collect()
-    assert gone() is None
+    assert reference() is None
     again = DistributedDataParallel(model, process_group=comm)
     backward(again, 1, comm.rank)
 
@@ -185,7 +187,7 @@ def test_a_model_can_be_wrapped_again(comm: Communicator) -> None:
 
 @on_ranks(2)
 def test_unused_parameters_with_several_forwards(comm: Communicator) -> None:
-    """Unused parameters with several forwards, and reentrant checkpoints, as in one process."""
+    """Compared with the same computation in one process."""
     net = DistributedDataParallel(
         Branches(0, differ=False), find_unused_parameters=True, process_group=comm
     )
@@ -205,8 +207,8 @@ def test_unused_parameters_with_several_forwards(comm: Communicator) -> None:
 
 @pytest.mark.parametrize("named", [False, True])
 @on_ranks(2)
-def test_copies_and_states_are_as_torchs(comm: Communicator, named: bool) -> None:
-    """`named`: over torch's default group, as given."""
+def test_copies_and_state_dicts_are_as_torchs(comm: Communicator, named: bool) -> None:
+    """With `named`, over torch's default group given by name."""
     gloo()
     net = DistributedDataParallel(Transformer(), process_group=dist.group.WORLD if named else None)
     theirs = TORCHS(Transformer())
@@ -235,7 +237,7 @@ def digits() -> TensorDataset:
 
 
 def whole_loop(comm: Communicator) -> list[list[float]]:
-    """DistributedSampler, GradScaler, clipping and a schedule, beside torch's class."""
+    """DistributedSampler, GradScaler, clipping and a schedule, compared with torch's class."""
     gloo()
     found = []
     for wrap in (DistributedDataParallel, TORCHS):
@@ -271,7 +273,7 @@ def test_a_whole_loop_has_torchs_losses(ranks):
 
 
 @on_ranks(1)
-def test_one_rank_has_its_own_gradients(comm: Communicator) -> None:
+def test_a_single_rank_has_its_own_gradients(comm: Communicator) -> None:
     net = DistributedDataParallel(mlp())
     single = copy.deepcopy(net.module)
     assert equal(backward(net, 0, 0), backward(single, 0, 0))

@@ -1,5 +1,5 @@
-"""What frameworks call on a DistributedDataParallel beyond torch's documentation does what it does
-on torch's, at 2 ranks."""
+"""Undocumented methods of torch's DistributedDataParallel that frameworks call do the same on ours,
+at 2 ranks."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from tests.parallel.ddp_cases import (
     Wrap,
     backward,
     equal,
+    error_text,
     gloo,
     gradients,
     images,
     loss,
     mlp,
-    of_both,
+    ours_and_torchs,
     rows,
-    says,
 )
 from tests.ranks import on_ranks
 
@@ -38,10 +38,10 @@ pytestmark = pytest.mark.process
 
 
 @on_ranks(2)
-def test_what_is_unused_everywhere_need_not_be_reduced(comm: Communicator) -> None:
+def test_buckets_unused_on_all_ranks_can_be_skipped(comm: Communicator) -> None:
     """Layers that no rank uses have a bucket of their own."""
 
-    def trained(*, skips: bool) -> tuple[list[Tensor], int]:
+    def train(*, skips: bool) -> tuple[list[Tensor], int]:
         torch.manual_seed(0)
         net: Any = DistributedDataParallel(
             Branches(0, differ=False),
@@ -55,17 +55,18 @@ def test_what_is_unused_everywhere_need_not_be_reduced(comm: Communicator) -> No
             reduced += backward(net, step, comm.rank)
         return reduced, net._get_ddp_logging_data()["num_buckets_reduced"]
 
-    (found, some), (expected, every) = trained(skips=True), trained(skips=False)
+    (found, some), (expected, every) = train(skips=True), train(skips=False)
     assert equal(found, expected)
     assert (some, every) == (6, 12)  # of 12 weights and biases
 
 
 @pytest.mark.parametrize("unused", [False, True])
 @on_ranks(2)
-def test_a_backward_may_be_told_to_reduce_after_its_forward(
+def test_reduction_can_be_requested_between_forward_and_backward(
     comm: Communicator, unused: bool
 ) -> None:
-    """Whether to reduce is said between forward and backward: Lightning, accelerate, pipelining."""
+    """Whether to reduce is set between forward and backward, as Lightning, accelerate and
+    pipelining do."""
 
     def found(wrap: Wrap) -> list[Tensor]:
         net: Any = wrap(mlp(), find_unused_parameters=unused)
@@ -81,17 +82,16 @@ def test_a_backward_may_be_told_to_reduce_after_its_forward(
             reduced += gradients(net)
         return reduced
 
-    assert equal(*of_both(found))
+    assert equal(*ours_and_torchs(found))
 
 
 @pytest.mark.parametrize("first", [True, False])
 @on_ranks(2)
-def test_an_optimizer_within_backward_steps_with_the_average(
-    comm: Communicator, first: bool
-) -> None:
-    """`first`: optimizers are there before the model is wrapped. The last step is of two parts."""
+def test_optimizers_in_backward_step_with_the_average(comm: Communicator, first: bool) -> None:
+    """`first`: the optimizers exist before the model is wrapped. The last step accumulates two
+    parts."""
 
-    def trained(*, within: bool, views: bool) -> list[Tensor]:
+    def train(*, within: bool, views: bool) -> list[Tensor]:
         torch.manual_seed(0)
         model, made = mlp(), []
 
@@ -117,9 +117,9 @@ def test_an_optimizer_within_backward_steps_with_the_average(
         assert all(p.grad is None for p in model.parameters())
         return list(model.parameters())
 
-    expected = trained(within=False, views=False)
+    expected = train(within=False, views=False)
     for views in (False, True):
-        assert equal(trained(within=True, views=views), expected)
+        assert equal(train(within=True, views=views), expected)
 
 
 @on_ranks(2)
@@ -137,21 +137,22 @@ def test_the_profiler_sees_forward_and_reductions(comm: Communicator) -> None:
     assert seen["DistributedDataParallel.forward"] == 3, seen
     assert seen["search_unused_parameters"] == 3, seen
     assert seen["gloo:broadcast"] == 3, seen
-    assert seen["gloo:all_reduce"] == 6, seen  # gradients, and who used which parameter
+    assert seen["gloo:all_reduce"] == 6, seen  # gradients, and the map of used parameters
 
 
 @on_ranks(2)
-def test_an_optimizer_as_a_hook_steps_as_torchs_does(comm: Communicator) -> None:
-    def trained(wrap: Wrap) -> list[Tensor]:
+def test_a_fused_optimizer_hook_steps_as_torchs(comm: Communicator) -> None:
+    def train(wrap: Wrap) -> list[Tensor]:
         net: Any = wrap(mlp())
         net._register_fused_optim(torch.optim.SGD, 0.1, momentum=0.9)
         for step in range(3):
             backward(net, step, comm.rank)
         return list(net.parameters())
 
-    assert equal(*of_both(trained))
+    assert equal(*ours_and_torchs(train))
     elsewhere: Any = DistributedDataParallel(mlp(), process_group=comm)
-    with pytest.raises(UsageError, match="default group"):  # its hook would reduce over that
+    # the hook would reduce over the default group
+    with pytest.raises(UsageError, match="default group"):
         elsewhere._register_fused_optim(torch.optim.SGD, 0.1)
 
 
@@ -166,7 +167,7 @@ def test_built_in_hooks_give_torchs_bits(comm: Communicator, name: str) -> None:
         assert net._get_ddp_logging_data()["comm_hook"] == str(kind)
         return [g for step in range(3) for g in backward(net, step, comm.rank)]
 
-    assert equal(*of_both(found))
+    assert equal(*ours_and_torchs(found))
 
 
 @on_ranks(2)
@@ -180,16 +181,16 @@ def test_a_built_in_hook_takes_sparse_gradients(comm: Communicator) -> None:
     for net in (plain, hooked):
         net(torch.tensor([0, 1 + comm.rank])).sum().backward()
     assert torch.equal(plain.module.weight.grad.to_dense(), hooked.module.weight.grad.to_dense())
-    says(lambda: wrap()._register_builtin_comm_hook(3), ValueError)
+    error_text(lambda: wrap()._register_builtin_comm_hook(3), ValueError)
     halved = wrap()
     halved._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
-    said = says(lambda: halved(torch.tensor([0])).sum().backward(), UsageError)
-    assert said.startswith("BuiltinCommHookType.FP16_COMPRESS takes no sparse gradients")
+    message = error_text(lambda: halved(torch.tensor([0])).sum().backward(), UsageError)
+    assert message.startswith("BuiltinCommHookType.FP16_COMPRESS takes no sparse gradients")
 
 
 @on_ranks(2)
-def test_a_model_may_be_taken_over(comm: Communicator) -> None:
-    """A backward that raised, and then another class around the same model."""
+def test_a_model_can_be_wrapped_again_after_a_failed_backward(comm: Communicator) -> None:
+    """A backward raises, then another DistributedDataParallel wraps the same model."""
 
     class Raises(torch.autograd.Function):
         @staticmethod
@@ -206,7 +207,7 @@ def test_a_model_may_be_taken_over(comm: Communicator) -> None:
     with pytest.raises(ZeroDivisionError):
         loss(first(rows(0, comm.rank))).backward()
     tap.remove()
-    says(first._check_reducer_finalized)
+    error_text(first._check_reducer_finalized)
     first._remove_autograd_hooks()
     sent = first.sent_bytes()
     second: Any = DistributedDataParallel(model, process_group=comm)
@@ -223,11 +224,11 @@ def test_a_model_may_be_taken_over(comm: Communicator) -> None:
 
 @pytest.mark.parametrize("options", [{}, UNUSED, UNUSED | {"gradient_as_bucket_view": True}])
 @on_ranks(2)
-def test_a_backward_to_the_inputs_alone_is_not_the_one_that_reduces(
+def test_a_backward_to_the_inputs_only_does_not_reduce(
     comm: Communicator, options: dict[str, bool]
 ) -> None:
-    """Gradients of the inputs are made first, as for a gradient penalty: that backward brings none
-    to a parameter."""
+    """As for a gradient penalty: the backward that computes the inputs' gradients reaches no
+    parameter."""
 
     def found(wrap: Wrap) -> list[Tensor]:
         layers = nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 3, bias=False)
@@ -235,7 +236,7 @@ def test_a_backward_to_the_inputs_alone_is_not_the_one_that_reduces(
         reduced = []
         for both, first in product((False, True), repeat=2):
             net.zero_grad()
-            if first:  # what is accumulated is to be reduced, too
+            if first:  # accumulated gradients are reduced, too
                 with net.no_sync():
                     loss(net(rows(1, comm.rank))).backward()
             x = rows(0, comm.rank).requires_grad_()
@@ -246,12 +247,13 @@ def test_a_backward_to_the_inputs_alone_is_not_the_one_that_reduces(
             reduced += gradients(net)
         return reduced
 
-    assert equal(*of_both(found))
+    assert equal(*ours_and_torchs(found))
 
 
 @on_ranks(2)
-def test_outputs_may_be_changed_in_place(comm: Communicator) -> None:
-    """What forward returns may be changed, with unused parameters sought, and is no copy."""
+def test_outputs_can_be_changed_in_place(comm: Communicator) -> None:
+    """The returned tensors are not copies, and may be changed in place even with
+    find_unused_parameters."""
 
     def found(wrap: Wrap) -> list[Tensor]:
         net: Any = wrap(mlp(), find_unused_parameters=True)
@@ -262,11 +264,11 @@ def test_outputs_may_be_changed_in_place(comm: Communicator) -> None:
         loss(out).backward()
         return gradients(net)
 
-    assert equal(*of_both(found))
+    assert equal(*ours_and_torchs(found))
 
 
 @on_ranks(2)
-def test_buffers_take_a_ranks_values_when_asked(comm: Communicator) -> None:
+def test_buffers_can_be_broadcast_from_a_rank(comm: Communicator) -> None:
     net: Any = DistributedDataParallel(nn.BatchNorm1d(WIDTH), process_group=comm)
     for at_once in (None, 8):
         net.module.running_mean.fill_(comm.rank + 3)
@@ -277,8 +279,8 @@ def test_buffers_take_a_ranks_values_when_asked(comm: Communicator) -> None:
     assert one.tolist() == [0, 0]
 
 
-def average(comm: Communicator, wrap: Wrap) -> list[Tensor]:
-    """A frozen copy that follows the model, and is trained itself at last."""
+def follow_with_frozen_copy(comm: Communicator, wrap: Wrap) -> list[Tensor]:
+    """A frozen copy that follows the model, and is itself trained at the end."""
     net = wrap(CNN())
     follower = copy.deepcopy(net).requires_grad_(False)
     found = []
@@ -295,6 +297,6 @@ def average(comm: Communicator, wrap: Wrap) -> list[Tensor]:
 
 
 @on_ranks(2)
-def test_a_frozen_copy_is_called_as_torchs(comm: Communicator) -> None:
-    ours, theirs = of_both(lambda wrap: average(comm, wrap))
+def test_a_frozen_copy_behaves_as_torchs(comm: Communicator) -> None:
+    ours, theirs = ours_and_torchs(lambda wrap: follow_with_frozen_copy(comm, wrap))
     assert equal(ours, theirs)

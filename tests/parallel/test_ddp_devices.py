@@ -1,6 +1,6 @@
-"""device_ids and output_device name the one device of the parameters, and inputs are moved there.
+"""device_ids and output_device must name the one device of the parameters; inputs are moved there.
 
-No GPU is needed: the meta device is another than the CPU, and fake tensors are on any.
+No GPU is needed: the meta device differs from the CPU, and fake tensors can be on any device.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ringdp import DistributedDataParallel, UsageError
 from ringdp.parallel.ddp.arguments import place
 
 
-class Looks(nn.Module):
-    """Notes what it gets, and puts a tensor into the list among it."""
+class InputRecorder(nn.Module):
+    """Records its inputs, and appends a tensor to the list among them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,13 +31,13 @@ class Looks(nn.Module):
         return x * self.weight
 
 
-def wrapped(**given: Any) -> Any:
+def wrap(**given: Any) -> Any:
     comm = ringdp.init()
-    return DistributedDataParallel(Looks(), process_group=comm, init_sync=False, **given)
+    return DistributedDataParallel(InputRecorder(), process_group=comm, init_sync=False, **given)
 
 
-def test_inputs_are_moved_as_torch_does():
-    net = wrapped(device_ids=["meta"], output_device=torch.device("meta"))
+def test_inputs_are_moved_as_by_torch():
+    net = wrap(device_ids=["meta"], output_device=torch.device("meta"))
     found = [torch.ones(1)]
     rows = pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
     assert net(torch.ones(2), (torch.ones(1), "text"), rows, found=found).device.type == "meta"
@@ -49,11 +49,11 @@ def test_inputs_are_moved_as_torch_does():
     assert packed.batch_sizes.device.type == "cpu"
     assert named[0].device.type == "meta"
     assert found[0].device.type == "cpu"
-    assert found[1] is net.module.weight  # what the module put there has come back
+    assert found[1] is net.module.weight  # what the module appended is in the caller's list
 
 
 def test_without_device_ids_nothing_is_moved():
-    net = wrapped()
+    net = wrap()
     net(torch.ones(2, device="meta"), one := torch.ones(1), found=[])
     assert net.module.others == (one,)
     assert net.module.others[0] is one
@@ -61,15 +61,17 @@ def test_without_device_ids_nothing_is_moved():
     assert net.output_device is None
 
 
-def of(*devices: str) -> list[Tensor]:
+def tensors_on(*devices: str) -> list[Tensor]:
     with FakeTensorMode():
         return [torch.empty(2, device=device) for device in devices]
 
 
 @pytest.mark.parametrize("name", [1, "cuda:1", "cuda", torch.device("cuda", 1)])
-def test_every_name_of_the_device(name):
+def test_every_spelling_of_the_device_is_accepted(name):
     for output_device in (None, name):
-        assert place(of("cuda:1", "cuda:1"), [name], output_device) == torch.device("cuda", 1)
+        assert place(tensors_on("cuda:1", "cuda:1"), [name], output_device) == torch.device(
+            "cuda", 1
+        )
 
 
 @pytest.mark.parametrize(
@@ -88,10 +90,10 @@ def test_every_name_of_the_device(name):
 )
 def test_another_device_is_refused(devices, device_ids, output_device):
     with pytest.raises(UsageError, match=f"parameters on {', '.join(devices)}; allowed"):
-        place(of(*devices), device_ids, output_device)
+        place(tensors_on(*devices), device_ids, output_device)
 
 
 @pytest.mark.parametrize("device_ids", [None, []])
-def test_none_is_none(device_ids):
+def test_no_device_ids_mean_no_device(device_ids):
     for output_device in (None, 0):
-        assert place(of("cpu"), device_ids, output_device) is None
+        assert place(tensors_on("cpu"), device_ids, output_device) is None

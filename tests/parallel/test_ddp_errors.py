@@ -1,4 +1,4 @@
-"""What DistributedDataParallel refuses, and says of models and backwards that are wrong."""
+"""Wrong models, arguments and backwards of DistributedDataParallel, and their errors."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from ringdp.parallel.ddp import module
 from tests.parallel.ddp_cases import (
     Outputs,
     backward,
+    error_text,
     loss,
     mlp,
     rows,
-    says,
 )
 from tests.ranks import on_ranks
 
@@ -30,13 +30,13 @@ pytestmark = pytest.mark.process
 
 
 @on_ranks(2)
-def test_a_wrong_model_or_argument_is_told(comm: Communicator) -> None:
+def test_wrong_models_and_arguments_are_refused(comm: Communicator) -> None:
     def wrap(model: Any = None, **options: Any) -> DistributedDataParallel:
         return DistributedDataParallel(model or mlp(), process_group=comm, **options)
 
     net = wrap(Outputs())
     loss(net(rows(0, comm.rank))["predictions"][0]).backward()
-    unfinished = says(lambda: net(rows(1, comm.rank)))
+    unfinished = error_text(lambda: net(rows(1, comm.rank)))
     assert "Parameter indices which did not receive grad for rank" in unfinished
     lacking = f"Parameters which did not receive grad for rank {comm.rank}: b.weight, b.bias"
     assert lacking in unfinished.splitlines()[-1]
@@ -50,47 +50,47 @@ def test_a_wrong_model_or_argument_is_told(comm: Communicator) -> None:
         sparse(torch.tensor([0]))[0].mul(weight).sum().backward()
 
     for text, word in (
-        (says(lambda: wrap(mlp().requires_grad_(False))), "no trainable parameter"),
-        (says(lambda: wrap(nn.LazyLinear(3))), "uninitialized"),
-        (says(lambda: wrap(sync), UsageError), "ringdp.SyncBatchNorm"),
-        (says(lambda: wrap(device_ids=[0]), UsageError), "device_ids"),
-        (says(lambda: wrap(bucket_cap_mb=-1), UsageError), "at least 0"),
+        (error_text(lambda: wrap(mlp().requires_grad_(False))), "no trainable parameter"),
+        (error_text(lambda: wrap(nn.LazyLinear(3))), "uninitialized"),
+        (error_text(lambda: wrap(sync), UsageError), "ringdp.SyncBatchNorm"),
+        (error_text(lambda: wrap(device_ids=[0]), UsageError), "device_ids"),
+        (error_text(lambda: wrap(bucket_cap_mb=-1), UsageError), "at least 0"),
         (
-            says(lambda: DistributedDataParallel(mlp(), process_group=3), UsageError),
+            error_text(lambda: DistributedDataParallel(mlp(), process_group=3), UsageError),
             "ringdp.Communicator",
         ),
-        (says(lambda: wrap().register_comm_hook(None, 3), TypeError), "callable"),
+        (error_text(lambda: wrap().register_comm_hook(None, 3), TypeError), "callable"),
         (
-            says(lambda: wrap(mixed_precision=_MixedPrecision(torch.int8)), UsageError),
+            error_text(lambda: wrap(mixed_precision=_MixedPrecision(torch.int8)), UsageError),
             "_MixedPrecision",
         ),
-        (says(lambda: Join([wrap()]), UsageError), "torch.distributed group"),
-        (says(lambda: pickle.dumps(wrap())), "default process group"),
-        (says(used_outside), "to have sparse gradient"),
+        (error_text(lambda: Join([wrap()]), UsageError), "torch.distributed group"),
+        (error_text(lambda: pickle.dumps(wrap())), "default process group"),
+        (error_text(used_outside), "to have sparse gradient"),
     ):
         assert word in text, text
 
 
-def fails(_state: object, _bucket: object) -> Any:
+def failing_hook(_state: object, _bucket: object) -> Any:
     raise RuntimeError("the hook's own")
 
 
-def fails_later(_state: object, _bucket: object) -> torch.futures.Future[Any]:
+def hook_with_failing_future(_state: object, _bucket: object) -> torch.futures.Future[Any]:
     future: torch.futures.Future[Any] = torch.futures.Future()
     future.set_exception(RuntimeError("the hook's own"))
     return future
 
 
-@pytest.mark.parametrize("hook", [fails, fails_later])
+@pytest.mark.parametrize("hook", [failing_hook, hook_with_failing_future])
 @on_ranks(2)
-def test_a_reduction_that_failed_is_not_put_down_to_unused_parameters(
+def test_a_failed_reduction_is_not_blamed_on_unused_parameters(
     comm: Communicator, hook: Any
 ) -> None:
     net = DistributedDataParallel(mlp(), process_group=comm)
     net.register_comm_hook(None, hook)
     with pytest.raises(RuntimeError, match="the hook's own"):
         loss(net(rows(0, comm.rank))).backward()
-    text = says(lambda: net(rows(1, comm.rank)))
+    text = error_text(lambda: net(rows(1, comm.rank)))
     assert text.startswith("Expected to have finished reduction in the prior iteration"), text
     assert "an error ended it" in text, text
     assert "find_unused_parameters" not in text, text
@@ -99,18 +99,18 @@ def test_a_reduction_that_failed_is_not_put_down_to_unused_parameters(
 FORMATS = torch.contiguous_format, torch.channels_last
 
 
-def unequal(comm: Communicator) -> list[str]:
+def wrap_different_models(comm: Communicator) -> list[str]:
     models = [
         nn.Sequential(nn.Linear(2, 3 + comm.rank)),
         nn.Sequential(*(nn.Linear(2, 2) for _ in range(1 + comm.rank))),
         nn.Sequential(nn.Linear(2, 2).to([torch.float32, torch.float64][comm.rank])),
         nn.Sequential(nn.Conv2d(2, 2, 2).to(memory_format=FORMATS[comm.rank])),
     ]
-    return [says(lambda m=m: DistributedDataParallel(m, process_group=comm)) for m in models]
+    return [error_text(lambda m=m: DistributedDataParallel(m, process_group=comm)) for m in models]
 
 
-def test_models_that_differ_are_told_on_every_rank(ranks):
-    for shapes, counts, dtypes, strides in ranks(2)(unequal):
+def test_different_models_are_refused_on_every_rank(ranks):
+    for shapes, counts, dtypes, strides in ranks(2)(wrap_different_models):
         assert "params[0], '0.weight' with sizes [4, 2]" in shapes
         assert "on rank 1, appears not to match sizes of" in shapes
         assert "process 0: '0.weight' with sizes [3, 2]" in shapes
@@ -119,38 +119,39 @@ def test_models_that_differ_are_told_on_every_rank(ranks):
         assert "appears not to match strides of the same param in process 0" in strides
 
 
-def no_gradient(_: Tensor) -> Tensor:
+def raise_in_backward(_: Tensor) -> Tensor:
     raise KeyError("the user's own")
 
 
-def raised(comm: Communicator) -> str:
+def backward_raises(comm: Communicator) -> str:
     net = DistributedDataParallel(mlp(), process_group=comm, bucket_cap_mb=0)
     first, *_, last = net.parameters()
-    first.register_hook(no_gradient)
+    first.register_hook(raise_in_backward)
 
     def meet(_: Tensor) -> None:
         comm.barrier()
 
     if comm.rank:
         last.register_hook(meet)
-    return says(lambda: backward(net, 0, comm.rank), KeyError)
+    return error_text(lambda: backward(net, 0, comm.rank), KeyError)
 
 
 @on_ranks(2)
-def test_the_users_error_is_heard_before_that_a_rank_has_left_for_it(comm: Communicator) -> None:
-    """On both, but rank 0 has let go of its model before rank 1 has reduced anything."""
-    said = raised(comm)
+def test_the_users_error_is_raised_rather_than_a_lost_rank(comm: Communicator) -> None:
+    """Both ranks raise the user's error, although rank 0 has freed its model before rank 1 reduces
+    anything."""
+    message = backward_raises(comm)
     gc.collect()
     if not comm.rank:
         comm.barrier()
-    assert said == '"the user\'s own"'
+    assert message == '"the user\'s own"'
 
 
 @on_ranks(2)
-def test_a_backward_for_each_loss_is_told_where_unused_parameters_are_sought(
+def test_a_backward_per_loss_with_find_unused_parameters_is_an_error(
     comm: Communicator,
 ) -> None:
-    """The second loss's parameters are unused in the first's backward, which is reduced."""
+    """The parameters of the second loss are unused in the first backward, which is reduced."""
     net = DistributedDataParallel(Outputs(), process_group=comm, find_unused_parameters=True)
     for step in range(2):
         net(rows(step, comm.rank))["predictions"][0].sum().backward()
@@ -159,44 +160,44 @@ def test_a_backward_for_each_loss_is_told_where_unused_parameters_are_sought(
     first, second = net(rows(2, comm.rank))["predictions"]
     loss(first).backward()
     net.module.b.weight.square().sum().backward()  # the same on all ranks
-    text = says(loss(second).backward)
+    text = error_text(loss(second).backward)
     assert "Expected one backward after a forward" in text, text
     assert "b.bias" in text or "b.weight" in text, text
 
 
-def twice(comm: Communicator, **options: Any) -> str:
+def backward_with_repeated_checkpoint(comm: Communicator, **options: Any) -> str:
     from tests.parallel.ddp_cases import Checkpointed
 
     net = DistributedDataParallel(
         Checkpointed(reentrant=True, twice=True), process_group=comm, **options
     )
-    return says(lambda: backward(net, 0, comm.rank))
+    return error_text(lambda: backward(net, 0, comm.rank))
 
 
-def test_a_gradient_made_twice_is_told(ranks):
-    for text in ranks(2)(twice):
+def test_a_gradient_computed_twice_is_an_error(ranks):
+    for text in ranks(2)(backward_with_repeated_checkpoint):
         assert "inner.2.bias has been marked as ready twice" in text
         assert "use_reentrant=False" in text
 
 
 @on_ranks(2)
-def test_a_static_graph_that_changes_is_told(comm: Communicator) -> None:
+def test_a_changing_static_graph_is_an_error(comm: Communicator) -> None:
     net = DistributedDataParallel(Outputs(), process_group=comm, static_graph=True)
     for outputs in (2, 1):
         sum(map(loss, net(rows(0, comm.rank))["predictions"][:outputs])).backward()
-    text = says(lambda: net(rows(1, comm.rank)))
+    text = error_text(lambda: net(rows(1, comm.rank)))
     assert "training graph has changed in this iteration" in text, text
     assert ": b.weight, b.bias" in text, text
 
 
-def unmade(comm: Communicator) -> str:
-    """It is a property of a module, which answers an AttributeError by its own."""
+def reducer_error_of_a_copy(comm: Communicator) -> str:
+    """It is a property of an nn.Module, which would replace an AttributeError by its own."""
     net = copy.deepcopy(DistributedDataParallel(mlp()))
     comm.barrier()
     with patch.object(module, "Reducer", side_effect=AttributeError("no such thing")):
-        return says(lambda: net.reducer, RuntimeError)
+        return error_text(lambda: net.reducer, RuntimeError)
 
 
-def test_why_a_copy_cannot_reduce_is_told(ranks):
-    for text in ranks(2)(unmade):
+def test_the_reason_why_a_copy_cannot_reduce_is_shown(ranks):
+    for text in ranks(2)(reducer_error_of_a_copy):
         assert text == "the reducer could not be made: no such thing"

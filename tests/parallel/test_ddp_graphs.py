@@ -1,5 +1,5 @@
-"""Where a DistributedDataParallel stands in a graph: within another one, recomputed, at its leaves.
-Gradients are torch's, at 2 ranks."""
+"""A DistributedDataParallel inside another, inside a checkpoint, and with unusual outputs:
+gradients are torch's, at 2 ranks."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tests.parallel.ddp_cases import (
     Wrap,
     backward,
     equal,
+    error_text,
     gloo,
     gradients,
     loss,
     mlp,
-    of_both,
+    ours_and_torchs,
     rows,
-    says,
 )
 from tests.ranks import on_ranks
 
@@ -41,7 +41,7 @@ VIEWS = {"gradient_as_bucket_view": True}
 # ---- within another
 
 
-def norm() -> nn.Module:
+def batch_norm_mlp() -> nn.Module:
     return nn.Sequential(nn.BatchNorm1d(WIDTH), mlp())
 
 
@@ -50,12 +50,12 @@ def norm() -> nn.Module:
 def test_gradients_are_reduced_once_by_the_outermost(
     comm: Communicator, options: dict[str, Any]
 ) -> None:
-    """By turns the outer one reduces all, the inner one alone reduces, and is called alone.
-    torch's cannot nest views."""
+    """In turn the outer one reduces everything, the inner one reduces alone, and the inner one is
+    called directly. torch's cannot nest bucket views."""
 
     def found(wrap: Wrap) -> list[Tensor]:
         taken = options if wrap is not TORCHS or options != VIEWS else {}
-        inner = wrap(norm(), **taken)
+        inner = wrap(batch_norm_mlp(), **taken)
         net = wrap(nn.Sequential(nn.Linear(WIDTH, WIDTH), inner), **taken)
         seen = []
         for step in range(4):
@@ -67,12 +67,12 @@ def test_gradients_are_reduced_once_by_the_outermost(
             seen += [b.clone() for b in net.buffers()]
         return seen
 
-    assert equal(*of_both(found))
+    assert equal(*ours_and_torchs(found))
 
 
 @on_ranks(2)
-def test_an_inner_one_reduces_what_the_outer_leaves_to_it(comm: Communicator) -> None:
-    """The outer one leaves the inner one's parameters to it."""
+def test_an_inner_one_reduces_the_parameters_ignored_by_the_outer(comm: Communicator) -> None:
+    """The outer one ignores the inner one's parameters."""
 
     def found(wrap: Wrap) -> list[Tensor]:
         inner = wrap(mlp())
@@ -82,11 +82,11 @@ def test_an_inner_one_reduces_what_the_outer_leaves_to_it(comm: Communicator) ->
         net = wrap(whole)
         return [g for step in range(3) for g in backward(net, step, comm.rank)]
 
-    assert equal(*of_both(found))
+    assert equal(*ours_and_torchs(found))
 
 
-class Again(nn.Module):
-    """`inner`, without keeping what it computes."""
+class Recomputed(nn.Module):
+    """`inner` under activation checkpointing."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -98,30 +98,30 @@ class Again(nn.Module):
 
 @pytest.mark.parametrize("outer", [True, False])
 @on_ranks(2)
-def test_an_inner_one_may_be_recomputed(comm: Communicator, outer: bool) -> None:
+def test_an_inner_one_can_be_recomputed(comm: Communicator, outer: bool) -> None:
     """The inner one's forward is recomputed in backward."""
 
     def found(wrap: Wrap) -> list[Tensor]:
         inner = wrap(mlp())
-        again = Again(inner)
-        net = wrap(nn.Sequential(nn.Linear(WIDTH, WIDTH), again)) if outer else again
+        recomputed = Recomputed(inner)
+        net = wrap(nn.Sequential(nn.Linear(WIDTH, WIDTH), recomputed)) if outer else recomputed
         return [g for step in range(3) for g in backward(net, step, comm.rank)]
 
-    assert equal(*of_both(found))
+    assert equal(*ours_and_torchs(found))
 
 
-def mismatched(comm: Communicator) -> list[str]:
+def nested_errors(comm: Communicator) -> list[str]:
     gloo()
     within_torchs = TORCHS(nn.Sequential(DistributedDataParallel(mlp())))
     whole = nn.Sequential(DistributedDataParallel(mlp()))
     name = "0.module.0.weight"
     TORCHS._set_params_and_buffers_to_ignore_for_model(whole, [name])
     shared = DistributedDataParallel(whole)
-    return [says(lambda net=net: net(rows(0, comm.rank))) for net in (within_torchs, shared)]
+    return [error_text(lambda net=net: net(rows(0, comm.rank))) for net in (within_torchs, shared)]
 
 
-def test_what_two_would_reduce_is_told(ranks):
-    for torchs, shared in ranks(2)(mismatched):
+def test_parameters_that_two_would_reduce_are_an_error(ranks):
+    for torchs, shared in ranks(2)(nested_errors):
         assert "torch.nn.parallel.distributed.DistributedDataParallel" in torchs
         assert "would reduce 0.weight, 0.bias, 2.weight and 3 more: take one alone" in torchs
         assert "would reduce 0.bias, 2.weight" in shared
@@ -132,20 +132,20 @@ def test_what_two_would_reduce_is_told(ranks):
 
 @pytest.mark.parametrize("options", [{}, UNUSED, STATIC])
 @on_ranks(2)
-def test_all_of_it_may_be_recomputed(comm: Communicator, options: dict[str, Any]) -> None:
+def test_the_wrapper_can_be_recomputed(comm: Communicator, options: dict[str, Any]) -> None:
     def found(wrap: Wrap) -> list[Tensor]:
         net = wrap(mlp() if not options else Branches(0, differ=False), **options)
-        again = Again(net)
-        return [g for step in range(4) for g in backward(again, step, comm.rank)]
+        recomputed = Recomputed(net)
+        return [g for step in range(4) for g in backward(recomputed, step, comm.rank)]
 
-    assert equal(*of_both(found))
+    assert equal(*ours_and_torchs(found))
 
 
 # ---- what it returns
 
 
 class Table(nn.Module):
-    """A parameter and its input are among what it returns."""
+    """A parameter and the input are among its outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class Table(nn.Module):
 
 @pytest.mark.parametrize("options", [UNUSED, STATIC])
 @on_ranks(2)
-def test_leaves_that_are_returned_are_listened_to_for_one_backward(
+def test_returned_leaves_have_hooks_for_one_backward_only(
     comm: Communicator, options: dict[str, Any]
 ) -> None:
     net: Any = DistributedDataParallel(Table(), process_group=comm, **options)
@@ -195,7 +195,7 @@ class Tuple(tuple):  # type: ignore[type-arg]
 
 
 class Derived(nn.Module):
-    """Its tensors are in containers of classes of its own."""
+    """Returns tensors in containers of derived classes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ def test_tensors_are_found_in_derived_containers(comm: Communicator) -> None:
             seen += gradients(net)
         return seen
 
-    assert equal(*of_both(found))
+    assert equal(*ours_and_torchs(found))
 
 
 def test_derived_containers_are_mapped():
@@ -234,17 +234,17 @@ def test_derived_containers_are_mapped():
 # ---- distributed autograd
 
 
-def context(comm: Communicator, options: dict[str, Any]) -> str:
+def distributed_autograd_error(comm: Communicator, options: dict[str, Any]) -> str:
     from torch.distributed import autograd
 
     autograd._init(comm.rank)
     net = DistributedDataParallel(mlp(), process_group=comm, **options)
     with autograd.context() as here:
         value = loss(net(rows(0, comm.rank)))
-        return says(lambda: autograd.backward(here, [value]), RuntimeError)
+        return error_text(lambda: autograd.backward(here, [value]), RuntimeError)
 
 
 @pytest.mark.parametrize("options", [{}, UNUSED, STATIC])
-def test_distributed_autograd_is_told(ranks, options):
-    for text in ranks(2)(context, options):
+def test_distributed_autograd_is_refused(ranks, options):
+    for text in ranks(2)(distributed_autograd_error, options):
         assert "distributed autograd" in text

@@ -1,4 +1,4 @@
-"""DistributedDataParallel over torch's groups and meshes."""
+"""DistributedDataParallel over torch's process groups and device meshes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.parallel.ddp_cases import (
     Wrap,
     backward,
     equal,
+    error_text,
     gloo,
     gradients,
     loss,
     mlp,
-    of_both,
+    ours_and_torchs,
     rows,
-    says,
 )
 from tests.ranks import on_ranks
 
@@ -32,8 +32,8 @@ pytestmark = pytest.mark.process
 
 
 @on_ranks(2)
-def test_it_works_over_torchs_groups(comm: Communicator) -> None:
-    """Over torch's default group, where ringdp.init has not been called."""
+def test_ddp_works_over_torchs_groups(comm: Communicator) -> None:
+    """Over torch's default group, if ringdp.init has not been called."""
     gloo()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rendezvous, "_worlds", [])
@@ -50,8 +50,8 @@ def test_it_works_over_torchs_groups(comm: Communicator) -> None:
 
 
 @on_ranks(4)
-def test_a_part_of_a_mesh_leaves_the_other_to_tensor_parallelism(comm: Communicator) -> None:
-    """Tensor parallelism along the mesh's other dimension."""
+def test_ddp_and_tensor_parallelism_share_a_mesh(comm: Communicator) -> None:
+    """The mesh's other dimension is used for tensor parallelism."""
 
     def found(wrap: Wrap) -> list[Tensor]:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
@@ -64,11 +64,11 @@ def test_a_part_of_a_mesh_leaves_the_other_to_tensor_parallelism(comm: Communica
             seen += [p.grad.clone() for p in parameters]
         return seen
 
-    assert equal(*of_both(found))
+    assert equal(*ours_and_torchs(found))
 
 
 @on_ranks(2)
-def test_arguments_mean_what_torchs_mean(comm: Communicator) -> None:
+def test_mesh_and_bucket_arguments_mean_the_same_as_torchs(comm: Communicator) -> None:
     gloo()
     mesh = init_device_mesh("cpu", (comm.size,))
     net = DistributedDataParallel(mlp(), device_mesh=mesh, bucket_cap_mb_list=[0, 0.001])
@@ -76,6 +76,8 @@ def test_arguments_mean_what_torchs_mean(comm: Communicator) -> None:
     assert net.reducer.settings.caps == (0, 1048)
     assert len(net.reducer.buckets[0].slots) == 1
     assert len(backward(net, 0, comm.rank)) == len(list(net.parameters()))
-    says(lambda: DistributedDataParallel(mlp(), process_group=comm, device_mesh=mesh), UsageError)
+    error_text(
+        lambda: DistributedDataParallel(mlp(), process_group=comm, device_mesh=mesh), UsageError
+    )
     with pytest.warns(FutureWarning, match="forward_sync_buffers"):
         assert not DistributedDataParallel(mlp(), broadcast_buffers=False).forward_sync_buffers

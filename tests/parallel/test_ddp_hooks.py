@@ -1,4 +1,4 @@
-"""Communication hooks, torch's own unchanged."""
+"""Communication hooks, including torch's own, unchanged."""
 
 from __future__ import annotations
 
@@ -19,41 +19,41 @@ from tests.parallel.ddp_cases import (
     WIDTH,
     backward,
     equal,
+    error_text,
     gloo,
     mlp,
-    says,
 )
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
 
-def noop(state: list[int], bucket: Any) -> torch.futures.Future[Tensor]:
+def triple(state: list[int], bucket: Any) -> torch.futures.Future[Tensor]:
     assert bucket.is_last() == (bucket.index() == 1)
     assert [g.shape for g in bucket.gradients()] == [p.shape for p in bucket.parameters()]
     assert sum(g.numel() for g in bucket.gradients()) == bucket.buffer().numel()
     state.append(bucket.index())
     future: torch.futures.Future[Tensor] = torch.futures.Future()
-    with torch.enable_grad():  # such a result has a history, which must not become the bucket's
+    with torch.enable_grad():  # the result has a history, which must not become the bucket's
         future.set_result(bucket.buffer() * torch.tensor(3.0, requires_grad=True))
     return future
 
 
 @on_ranks(2)
-def test_a_hook_sees_undivided_gradients_and_gives_the_result(comm: Communicator) -> None:
+def test_a_hook_gets_undivided_gradients_and_returns_the_result(comm: Communicator) -> None:
     seen: list[int] = []
     net = DistributedDataParallel(mlp(), process_group=comm, bucket_cap_mb=0.005)
     assert len(net.reducer.buckets) == 2
     single = copy.deepcopy(net.module)
-    net.register_comm_hook(seen, noop)
+    net.register_comm_hook(seen, triple)
     mine, alone = backward(net, 0, comm.rank), backward(single, 0, comm.rank)
     assert seen == [0, 1]
     assert equal(mine, [3 * g for g in alone])
     assert not any(bucket.tensor().requires_grad for bucket in net.reducer.buckets)
-    says(lambda: net.register_comm_hook(seen, noop))
+    error_text(lambda: net.register_comm_hook(seen, triple))
 
 
-def states(name: str) -> tuple[Any, Callable[..., Any]]:
+def state_and_hook(name: str) -> tuple[Any, Callable[..., Any]]:
     if name == "powerSGD":
         state = powerSGD_hook.PowerSGDState(
             None, 2, start_powerSGD_iter=2, min_compression_rate=0.1
@@ -71,29 +71,29 @@ HOOKS = ["allreduce_hook", "fp16_compress_hook", "bf16_compress_hook", "powerSGD
 @pytest.mark.parametrize("name", HOOKS)
 @on_ranks(2)
 def test_torchs_hooks_give_torchs_bits(comm: Communicator, name: str) -> None:
-    """PowerSGD starts collectives in gloo's threads, so several buckets would get in their way."""
+    """PowerSGD starts collectives in gloo's threads, where those of several buckets would mix."""
     gloo()
     found = []
     for wrap in (DistributedDataParallel, TORCHS):
         torch.manual_seed(0)
         net = wrap(mlp(), bucket_cap_mb=1 if "SGD" in name else 0.005)
-        net._check_comm_hook = lambda hook: None  # torch's asks for a GPU for bf16
-        net.register_comm_hook(*states(name))
+        net._check_comm_hook = lambda hook: None  # torch's check for bf16 wants a GPU
+        net.register_comm_hook(*state_and_hook(name))
         found.append([g for step in range(5) for g in backward(net, step, comm.rank)])
     assert equal(*found)
 
 
-def wrong_hook(comm: Communicator) -> list[str]:
-    said = []
+def hooks_without_future(comm: Communicator) -> list[str]:
+    messages = []
     for hook in (lambda _s, _b: 3, lambda _s, b: torch.futures.Future().set_result(b.buffer())):
         net = DistributedDataParallel(mlp(), process_group=comm)
         net.register_comm_hook(None, hook)
-        said.append(says(lambda n=net: backward(n, 0, comm.rank)))
-    return said
+        messages.append(error_text(lambda n=net: backward(n, 0, comm.rank)))
+    return messages
 
 
-def test_a_hook_that_gives_no_future_is_told(ranks):
-    for text in ranks(1)(wrong_hook)[0]:
+def test_a_hook_must_return_a_future(ranks):
+    for text in ranks(1)(hooks_without_future)[0]:
         assert "must return a torch.futures.Future" in text
 
 
@@ -103,18 +103,18 @@ def two(_state: object, bucket: Any) -> torch.futures.Future[Any]:
     return future
 
 
-def giving_two(comm: Communicator) -> str:
+def hook_with_two_tensors(comm: Communicator) -> str:
     net = DistributedDataParallel(mlp(), process_group=comm)
     net.register_comm_hook(None, two)
-    return says(lambda: backward(net, 0, comm.rank))
+    return error_text(lambda: backward(net, 0, comm.rank))
 
 
-def test_a_hook_that_gives_several_tensors_is_told(ranks):
-    (said,) = ranks(1)(giving_two)
-    assert said.startswith("the communication hook two must give one tensor, not [tensor(")
+def test_a_hook_must_return_one_tensor(ranks):
+    (messages,) = ranks(1)(hook_with_two_tensors)
+    assert messages.startswith("the communication hook two must give one tensor, not [tensor(")
 
 
-def once(seen: list[Any], bucket: Any) -> torch.futures.Future[Tensor]:
+def record_and_triple(seen: list[Any], bucket: Any) -> torch.futures.Future[Tensor]:
     seen += [bucket.gradients(), bucket.parameters()]
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer() * 3)
@@ -122,10 +122,10 @@ def once(seen: list[Any], bucket: Any) -> torch.futures.Future[Tensor]:
 
 
 @on_ranks(2)
-def test_a_hook_sees_a_sparse_gradient_as_it_is(comm: Communicator) -> None:
+def test_a_hook_gets_sparse_gradients(comm: Communicator) -> None:
     seen: list[Any] = []
     net = DistributedDataParallel(nn.Embedding(4, 2, sparse=True), process_group=comm)
-    net.register_comm_hook(seen, once)
+    net.register_comm_hook(seen, record_and_triple)
     net(torch.tensor([1, 1, 3])).sum().backward()
     ((gradient,), (parameter,)) = seen
     assert parameter is net.module.weight
@@ -134,8 +134,8 @@ def test_a_hook_sees_a_sparse_gradient_as_it_is(comm: Communicator) -> None:
     assert equal([parameter.grad.to_dense()], [3 * gradient.to_dense()])
 
 
-class Counts(nn.Module):
-    """Adds to a buffer in every forward; what it is on entry is kept."""
+class CountsForwards(nn.Module):
+    """Adds to a buffer in every forward, and records its value on entry."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,29 +149,27 @@ class Counts(nn.Module):
         return self.layer(x)
 
 
-def added(state: list[str], buffers: dict[str, Tensor]) -> list[torch.futures.Future[Any]]:
+def sum_buffers(state: list[str], buffers: dict[str, Tensor]) -> list[torch.futures.Future[Any]]:
     state.extend(buffers)
     return [dist.all_reduce(b, async_op=True).get_future() for b in buffers.values()]
 
 
-def added_at_once(state: list[str], buffers: dict[str, Tensor]) -> None:
-    """The forward uses them."""
-    for future in added(state, buffers):
+def sum_buffers_and_wait(state: list[str], buffers: dict[str, Tensor]) -> None:
+    """The forward needs the results."""
+    for future in sum_buffers(state, buffers):
         future.wait()
 
 
 @pytest.mark.parametrize("place", list(_BufferCommHookLocation))
 @on_ranks(2)
-def test_a_hook_brings_buffers_together_as_torchs_does(
-    comm: Communicator, place: _BufferCommHookLocation
-) -> None:
+def test_buffer_hooks_work_as_torchs(comm: Communicator, place: _BufferCommHookLocation) -> None:
     gloo()
     found = []
     for wrap in (DistributedDataParallel, TORCHS):
         seen: list[str] = []
-        net = wrap(Counts())
+        net = wrap(CountsForwards())
         before = place == _BufferCommHookLocation.PRE_FORWARD
-        net._register_buffer_comm_hook(seen, added_at_once if before else added, place)
+        net._register_buffer_comm_hook(seen, sum_buffers_and_wait if before else sum_buffers, place)
         for step in range(3):
             backward(net, step, comm.rank)
         found.append((seen, net.module.entered, net.module.count.tolist()))

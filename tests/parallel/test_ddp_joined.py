@@ -1,4 +1,5 @@
-"""What a rank without inputs shadows beyond torch's one forward and one backward in turn."""
+"""`join` beyond torch's single forward and backward in turn: several forwards, models and skipped
+buckets."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ def steps(comm: Communicator) -> range:
 
 
 def forwards(net: nn.Module, step: int, rank: int) -> list[Tensor]:
-    """Two before one backward, and one that no backward follows."""
+    """Two forwards before one backward, and one without a backward."""
     net.zero_grad()
     net(rows(step, rank, 2))
     sum(loss(net(rows(step, rank, part))) for part in range(2)).backward()
@@ -42,12 +43,12 @@ def several_forwards(comm: Communicator) -> list[bool]:
     return halves
 
 
-def test_several_forwards_before_one_backward(ranks):
+def test_join_shadows_several_forwards_before_one_backward(ranks):
     assert ranks(2)(several_forwards) == [[], [True] * LAST]
 
 
 def several_models(comm: Communicator, unused: bool) -> list[list[float]]:
-    """The second's forward comes before the first's backward."""
+    """The second model's forward comes before the first one's backward."""
     gloo()
     torch.manual_seed(0)
     first = (
@@ -71,13 +72,13 @@ def several_models(comm: Communicator, unused: bool) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("unused", [False, True])
-def test_several_models_in_one_join(ranks, unused):
+def test_several_models_can_join_together(ranks, unused):
     first, *others = ranks(2)(several_models, unused)
     assert all(other == first for other in others)
 
 
-def skipping(comm: Communicator, options: dict[str, bool]) -> list[list[float]]:
-    """Unused parameters' buckets, which are not reduced, but while ranks may end."""
+def join_with_skipped_buckets(comm: Communicator, options: dict[str, bool]) -> list[list[float]]:
+    """Buckets of unused parameters are skipped, except while ranks may have ended."""
     net = DistributedDataParallel(
         Branches(0, differ=False),
         process_group=comm,
@@ -99,13 +100,13 @@ def skipping(comm: Communicator, options: dict[str, bool]) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"static_graph": True}])
-def test_buckets_of_unused_parameters_are_reduced_while_ranks_may_end(ranks, options):
-    first, other = ranks(2)(skipping, options)
+def test_unused_buckets_are_reduced_while_ranks_may_have_ended(ranks, options):
+    first, other = ranks(2)(join_with_skipped_buckets, options)
     assert other == first
 
 
-def joined_copy(comm: Communicator) -> list[float]:
-    """Rank 0 has no inputs at all: the copy's reducer is made all the same."""
+def join_with_a_copy(comm: Communicator) -> list[float]:
+    """Rank 0 has no inputs at all, but the copy must still make its reducer."""
     net = copy.deepcopy(DistributedDataParallel(nn.Linear(WIDTH, 3)))
     with net.join():
         for step in range(2 * comm.rank):
@@ -114,6 +115,6 @@ def joined_copy(comm: Communicator) -> list[float]:
     return [v for p in net.parameters() for v in p.flatten().tolist()]
 
 
-def test_a_copy_may_join(ranks):
-    first, other = ranks(2)(joined_copy)
+def test_a_copy_can_join(ranks):
+    first, other = ranks(2)(join_with_a_copy)
     assert other == first

@@ -1,5 +1,5 @@
-"""DistributedDataParallel's mixed_precision against torch's over gloo: the same bits in float32
-gradients, parameters and buffers, at 2 ranks."""
+"""DistributedDataParallel's mixed_precision has the bits of torch's over gloo in float32 gradients,
+parameters and buffers, at 2 ranks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.parallel.ddp_cases import (
     WIDTH,
     Transformer,
     equal,
+    error_text,
     gloo,
     loss,
     mlp,
     rows,
-    says,
     train,
 )
 from tests.ranks import on_ranks
@@ -54,10 +54,12 @@ MIXES = [
 @pytest.mark.parametrize("mix", MIXES, ids=lambda mix: f"{mix.case}, {mix.dtypes}")
 @on_ranks(2)
 def test_bits_equal_torchs(comm: Communicator, mix: Mix) -> None:
-    """torch's waits for copies on streams and by events, which the CPU does not have; its first
-    backward reads memory that nobody wrote (2.13: views of buckets made before their dtype
-    changes), so that one goes before; and it has neither no_sync, tied
-    parameters nor, beyond one more backward, gradient_as_bucket_view.
+    """Works around limits of torch's class on the CPU.
+
+    It waits for copies on streams and by events, which the CPU does not have. Its first backward
+    reads uninitialised memory (2.13: bucket views made before the dtype changes), so one backward
+    is run before. It supports neither no_sync nor tied parameters, and gradient_as_bucket_view only
+    after one more backward.
     """
     gloo()
     case, config = CASES[mix.case], _MixedPrecision(*mix.dtypes)
@@ -82,55 +84,55 @@ def test_bits_equal_torchs(comm: Communicator, mix: Mix) -> None:
         assert mine.dtype == FLOAT
         assert torch.equal(mine, other)
     for mine, other in zip(states, expected, strict=True):
-        # torch's casts counters among the buffers, too
+        # torch's also casts counters among the buffers
         assert mine.dtype == other.dtype or not mine.is_floating_point()
         assert torch.equal(mine.double(), other.double())
 
 
-class Seen(nn.Linear):
-    """Remembers the dtypes of what it computes with."""
+class DtypeRecorder(nn.Linear):
+    """Records the dtypes that it computes with."""
 
     def forward(self, x: Tensor) -> Tensor:
-        self.seen = x.dtype, self.weight.dtype
+        self.dtypes_seen = x.dtype, self.weight.dtype
         return super().forward(x)
 
 
 @on_ranks(2)
-def test_parameters_are_at_rest_but_between_a_forward_and_its_backward(comm: Communicator) -> None:
-    """Where parameters are low, and where they are not."""
+def test_parameters_are_low_precision_only_between_forward_and_backward(comm: Communicator) -> None:
+    """Both for parameters with a low precision and for those without."""
     net: Any = DistributedDataParallel(
-        nn.Sequential(Seen(WIDTH, 4), Seen(4, 3).requires_grad_(False)),
+        nn.Sequential(DtypeRecorder(WIDTH, 4), DtypeRecorder(4, 3).requires_grad_(False)),
         process_group=comm,
         mixed_precision=_MixedPrecision(BFLOAT, FLOAT),
     )
     before = [p.detach().clone() for p in net.parameters()]
     pointers = [p.data_ptr() for p in net.parameters()]
 
-    def rests() -> bool:
+    def at_rest() -> bool:
         same = zip(net.parameters(), before, pointers, strict=True)
         return all(torch.equal(p, b) and p.data_ptr() == at for p, b, at in same)
 
     with torch.no_grad():
         net(rows(0, comm.rank))
-    assert rests()
-    assert net.module[0].seen == net.module[1].seen == (BFLOAT, BFLOAT)
+    assert at_rest()
+    assert net.module[0].dtypes_seen == net.module[1].dtypes_seen == (BFLOAT, BFLOAT)
     out = net(rows(1, comm.rank))
     assert {p.dtype for p in net.parameters()} == {out.dtype} == {BFLOAT}
     with torch.no_grad():  # between a forward and its backward
         net(rows(2, comm.rank))
     loss(out).backward()
-    assert rests()
+    assert at_rest()
     with net.no_sync():
         loss(net(rows(3, comm.rank))).backward()
     trained = net.module[0]
     assert trained.weight.dtype == trained.weight.grad.dtype == FLOAT
     loss(net(rows(4, comm.rank))).backward()
-    assert rests()
+    assert at_rest()
 
 
 @on_ranks(2)
-def test_tied_parameters(comm: Communicator) -> None:
-    """Against a model in bfloat16 on every rank, whose gradients are averaged in float32."""
+def test_tied_parameters_stay_tied(comm: Communicator) -> None:
+    """Compared with a model in bfloat16 on every rank, whose gradients are averaged in float32."""
     torch.manual_seed(0)
     net: Any = DistributedDataParallel(
         Transformer(), process_group=comm, mixed_precision=_MixedPrecision(BFLOAT, FLOAT)
@@ -153,7 +155,7 @@ def test_tied_parameters(comm: Communicator) -> None:
 
 
 def gradients(comm: Communicator, config: _MixedPrecision, **options: Any) -> list[Tensor]:
-    """Of two backwards, the second one's."""
+    """The gradients of the second of two backwards."""
     torch.manual_seed(0)
     net = DistributedDataParallel(mlp(), process_group=comm, mixed_precision=config, **options)
     for _ in range(2):
@@ -163,8 +165,8 @@ def gradients(comm: Communicator, config: _MixedPrecision, **options: Any) -> li
 
 
 @on_ranks(2)
-def test_reductions_alone_may_be_low(comm: Communicator) -> None:
-    """Where torch's raises: the sum of bfloat16 gradients, halved."""
+def test_reductions_alone_can_be_low_precision(comm: Communicator) -> None:
+    """torch's raises here. The result is the sum of bfloat16 gradients, halved."""
     found = gradients(comm, _MixedPrecision(reduce_dtype=BFLOAT))
     torch.manual_seed(0)
     local = mlp()
@@ -178,13 +180,13 @@ def test_reductions_alone_may_be_low(comm: Communicator) -> None:
 
 
 @on_ranks(2)
-def test_views_of_buckets_hold_the_same(comm: Communicator) -> None:
+def test_bucket_views_hold_the_same_gradients(comm: Communicator) -> None:
     config = _MixedPrecision(BFLOAT, HALF)
     views = gradients(comm, config, gradient_as_bucket_view=True)
     assert equal(gradients(comm, config), views)
 
 
-def refused(comm: Communicator) -> tuple[str, str, str]:
+def collect_errors(comm: Communicator) -> tuple[str, str, str]:
     def wrap(config: Any, model: nn.Module) -> DistributedDataParallel:
         return DistributedDataParallel(model, process_group=comm, mixed_precision=config)
 
@@ -192,14 +194,14 @@ def refused(comm: Communicator) -> tuple[str, str, str]:
     sparse = nn.Sequential(nn.Embedding(3, 2, sparse=True))
     hooked = wrap(low, mlp())
     return (
-        says(lambda: wrap(BFLOAT, mlp()), UsageError),
-        says(lambda: wrap(low, sparse), UsageError),
-        says(lambda: hooked.register_comm_hook(None, print)),
+        error_text(lambda: wrap(BFLOAT, mlp()), UsageError),
+        error_text(lambda: wrap(low, sparse), UsageError),
+        error_text(lambda: hooked.register_comm_hook(None, print)),
     )
 
 
-def test_what_does_not_go_together_is_told(ranks):
-    for config, sparse, hook in ranks(2)(refused):
+def test_unsupported_combinations_are_refused(ranks):
+    for config, sparse, hook in ranks(2)(collect_errors):
         assert "mixed_precision is torch.bfloat16" in config
         assert "_MixedPrecision" in config
         assert "sparse gradients" in sparse
@@ -212,7 +214,7 @@ class Batch(list[Tensor]):
 
 
 @on_ranks(1)
-def test_inputs_that_cannot_be_cast_leave_no_forward_under_way(comm: Communicator) -> None:
+def test_a_failing_input_cast_leaves_no_active_forward(comm: Communicator) -> None:
     config = _MixedPrecision(param_dtype=torch.bfloat16)
     net: Any = DistributedDataParallel(mlp(), process_group=comm, mixed_precision=config)
     with pytest.raises(ZeroDivisionError):
@@ -222,8 +224,8 @@ def test_inputs_that_cannot_be_cast_leave_no_forward_under_way(comm: Communicato
 
 @pytest.mark.parametrize("outside", [True, False])
 @on_ranks(2)
-def test_compiled_it_is_the_same(comm: Communicator, outside: bool) -> None:
-    """The whole wrapper, or what is in it."""
+def test_compiled_gradients_are_the_same(comm: Communicator, outside: bool) -> None:
+    """Either the whole wrapper is compiled, or the model in it."""
     config, found = _MixedPrecision(BFLOAT, FLOAT), []
     for compiles in (False, True):
         torch.manual_seed(0)

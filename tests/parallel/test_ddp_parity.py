@@ -1,5 +1,5 @@
-"""DistributedDataParallel against torch's over gloo: the same bits in every gradient, parameter and
-buffer, at 2 ranks, where torch's order of additions is ours too."""
+"""DistributedDataParallel has the bits of torch's over gloo in every gradient, parameter and
+buffer, at 2 ranks, where both add in the same order."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_bits_equal_torchs(comm: Communicator, name: str) -> None:
 class Deep(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        widths = (WIDTH, *[400] * 6)  # 0.6 MiB a layer: torch cuts no graph below 1 MiB
+        widths = (WIDTH, *[400] * 6)  # 0.6 MiB per layer; torch splits no graph below 1 MiB
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -47,8 +47,8 @@ class Deep(nn.Module):
 
 
 @on_ranks(2)
-def test_a_compiled_wrapper_is_cut_where_buckets_end(comm: Communicator) -> None:
-    """Into as many graphs as torch's."""
+def test_a_compiled_wrapper_is_split_at_bucket_boundaries(comm: Communicator) -> None:
+    """It is split into as many graphs as torch's."""
     gloo()
     found, counts = [], []
     for wrap in (ringdp.DistributedDataParallel, TORCHS):

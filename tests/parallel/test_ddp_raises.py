@@ -1,5 +1,5 @@
-"""Who catches what torch's DistributedDataParallel raises catches what ours does: it is of that
-type, and says the words by which it is told from others."""
+"""Errors of DistributedDataParallel have the type of torch's and contain the same key words, so
+code that catches torch's works."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from ringdp import Communicator
-from tests.parallel.ddp_cases import Outputs, Wrap, backward, loss, mlp, of_both, rows
+from tests.parallel.ddp_cases import Outputs, Wrap, backward, loss, mlp, ours_and_torchs, rows
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
@@ -33,7 +33,7 @@ def gives_int(state: object, bucket: dist.GradBucket) -> int:
     raise AssertionError
 
 
-# `from __future__ import annotations` made texts of them; torch compares types
+# `from __future__ import annotations` makes strings of annotations; torch compares types
 for function in (hook, takes_int, gives_int):
     function.__annotations__ = {
         "bucket": int if function is takes_int else dist.GradBucket,
@@ -109,7 +109,7 @@ WRONG: dict[str, Callable[[Wrap], object]] = {
 
 
 @on_ranks(2)
-def test_who_catches_torchs_errors_catches_ours(comm: Communicator) -> None:
+def test_errors_have_torchs_types_and_words(comm: Communicator) -> None:
     for words, attempt in WRONG.items():
 
         def error(wrap: Wrap, attempt: Callable[[Wrap], object] = attempt) -> BaseException:
@@ -117,7 +117,7 @@ def test_who_catches_torchs_errors_catches_ours(comm: Communicator) -> None:
                 attempt(wrap)
             return raised.value
 
-        mine, theirs = of_both(error)
+        mine, theirs = ours_and_torchs(error)
         assert isinstance(mine, type(theirs)), words
         assert words in str(mine)
         assert words in str(theirs)

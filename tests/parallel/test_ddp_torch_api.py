@@ -1,5 +1,5 @@
-"""What frameworks read of a DistributedDataParallel beyond torch's documentation is as torch's over
-gloo, at 2 ranks."""
+"""Undocumented attributes of torch's DistributedDataParallel that frameworks read are the same on
+ours, at 2 ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.parallel.ddp_cases import (
     Wrap,
     backward,
     mlp,
-    of_both,
+    ours_and_torchs,
     rows,
 )
 from tests.ranks import on_ranks
@@ -38,15 +38,15 @@ ABOUT_BOTH = (
 )  # fmt: skip
 
 
-def logged(comm: Communicator, seeks_unused: bool) -> None:
-    def told(wrap: Wrap) -> dict[str, Any]:
+def check_logging_data(comm: Communicator, seeks_unused: bool) -> None:
+    def logging_data(wrap: Wrap) -> dict[str, Any]:
         net: Any = wrap(mlp(), find_unused_parameters=seeks_unused)
         net._set_ddp_runtime_logging_sample_rate(4)
         for step in range(15):
             backward(net, step, comm.rank)
         return net._get_ddp_logging_data()
 
-    mine, theirs = of_both(told)
+    mine, theirs = ours_and_torchs(logging_data)
     assert seeks_unused or mine.keys() >= {*ABOUT_BOTH}
     for key in ABOUT_BOTH:
         assert mine.get(key) == theirs.get(key), key
@@ -54,7 +54,7 @@ def logged(comm: Communicator, seeks_unused: bool) -> None:
     for what in ("forward_compute", "backward_compute", "backward_comm"):
         assert mine[f"{what}_time"] > 0
         assert mine[f"avg_{what}_time"] > 0
-        assert mine[f"{what}_time_start"] > 1e18  # since the epoch
+        assert mine[f"{what}_time_start"] > 1e18  # ns since the epoch
     began, gradient, end = (
         mine[f"{when}"]
         for when in (
@@ -69,21 +69,21 @@ def logged(comm: Communicator, seeks_unused: bool) -> None:
     assert 0 <= overlap <= min(mine["backward_compute_time"], mine["backward_comm_time"])
 
 
-def logged_of_two_dtypes(comm: Communicator) -> None:
-    def told(wrap: Wrap) -> list[str]:
+def check_logging_data_of_two_dtypes(comm: Communicator) -> None:
+    def logging_data(wrap: Wrap) -> list[str]:
         model = nn.Sequential(nn.Linear(WIDTH, 9), nn.Linear(9, 4).double())
         data = wrap(model)._get_ddp_logging_data()
         return [data["dtypes"], data["bucket_sizes"]]
 
-    mine, theirs = of_both(told)
+    mine, theirs = ours_and_torchs(logging_data)
     assert mine == theirs
     assert mine[0] == "double, float"
 
 
-def test_what_is_logged_is_torchs(ranks):
-    ranks(2)(logged_of_two_dtypes)
+def test_logging_data_equals_torchs(ranks):
+    ranks(2)(check_logging_data_of_two_dtypes)
     for seeks_unused in (False, True):
-        ranks(2)(logged, seeks_unused)
+        ranks(2)(check_logging_data, seeks_unused)
 
 
 READ = (
@@ -97,8 +97,8 @@ if NAMES_SYNCS:
     READ += ("forward_sync_buffers",)
 
 
-def test_ignored_parameters_are_left_out_with_their_names():
-    """torch's asks its pairs of name and parameter, and leaves none out."""
+def test_ignored_parameters_are_left_out_of_named_ones():
+    """torch's own method leaves none out when it is asked for names."""
     model = nn.Linear(2, 2)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["bias"])
     ((name, _),) = DistributedDataParallel._get_data_parallel_params(model, named_params=True)
@@ -106,36 +106,36 @@ def test_ignored_parameters_are_left_out_with_their_names():
 
 
 @on_ranks(2)
-def test_what_is_read_is_torchs(comm: Communicator) -> None:
+def test_attributes_equal_torchs(comm: Communicator) -> None:
     def found(wrap: Wrap) -> list[Any]:
         model = nn.Sequential(nn.Linear(WIDTH, 3), nn.BatchNorm1d(3))
         wrap._set_params_and_buffers_to_ignore_for_model(model, ["0.bias", "1.running_var"])
         net = wrap(model, bucket_cap_mb_list=[1, 2], gradient_as_bucket_view=True)
-        said = [[getattr(net, name) for name in READ]]
+        values = [[getattr(net, name) for name in READ]]
         for _ in range(2):
             backward(net, 0, comm.rank)
-        said += [[getattr(net, name) for name in READ]]
+        values += [[getattr(net, name) for name in READ]]
         with net.no_sync():
             net(rows(0, 0))
-        said += [net.will_sync_module_buffers(), net.require_forward_param_sync]
-        said += [len(net.modules_buffers), sorted(net.named_module_buffers)]
-        said += [len(net._build_params_for_reducer()[0]), net._build_params_for_reducer()[1]]
-        said += [len(list(wrap._get_data_parallel_params(model)))]
+        values += [net.will_sync_module_buffers(), net.require_forward_param_sync]
+        values += [len(net.modules_buffers), sorted(net.named_module_buffers)]
+        values += [len(net._build_params_for_reducer()[0]), net._build_params_for_reducer()[1]]
+        values += [len(list(wrap._get_data_parallel_params(model)))]
         parameters, _ = net._build_params_for_reducer()
-        said += [net._build_debug_param_to_name_mapping(parameters)]
-        said += [sorted(get_model_state_dict(net))]
+        values += [net._build_debug_param_to_name_mapping(parameters)]
+        values += [sorted(get_model_state_dict(net))]
         net.broadcast_buffers = False
-        said += [net.broadcast_buffers, net.will_sync_module_buffers()]
-        return said
+        values += [net.broadcast_buffers, net.will_sync_module_buffers()]
+        return values
 
-    mine, theirs = of_both(found)
+    mine, theirs = ours_and_torchs(found)
     for ours, torchs in zip(mine, theirs, strict=True):
         assert ours == torchs, f"{ours}, {torchs}"
-    assert mine[-3][0] == "0.bias"  # torch's checkpoints leave `module.` out
+    assert mine[-3][0] == "0.bias"  # torch's checkpoints leave out `module.`
 
 
-def test_a_backward_that_its_caller_finalizes_has_ended_before():
-    """As torch's callers do from 2.15 on: after backward, where they are told so."""
+def test_finalize_backward_can_be_called_by_the_caller():
+    """As callers in torch 2.15 and later do after a backward, when the flag says so."""
     net: Any = DistributedDataParallel(nn.Linear(2, 2), process_group=ringdp.init())
     assert not net.should_finalize_after_backward
     net.require_manual_backward_finalization = True
@@ -145,25 +145,26 @@ def test_a_backward_that_its_caller_finalizes_has_ended_before():
     assert net.module.weight.grad.tolist() == [[1.0, 1.0]] * 2
 
 
-def test_it_is_one_to_who_asks():
+def test_it_is_a_subclass_of_torchs():
     assert issubclass(DistributedDataParallel, TORCHS)
 
 
 @pytest.mark.parametrize("differ", [False, True])
 @on_ranks(2)
-def test_unused_parameters_are_known_as_torch_knows_them(comm: Communicator, differ: bool) -> None:
-    """Of each backward the ranks that used each parameter, and whether all were alike so far."""
+def test_the_map_of_used_parameters_equals_torchs(comm: Communicator, differ: bool) -> None:
+    """The ranks that used each parameter in each backward, and whether the graph was static so
+    far."""
 
     def found(wrap: Wrap) -> list[Any]:
         net = wrap(Branches(comm.rank, differ=differ), find_unused_parameters=True)
-        said = []
+        values = []
         for step in range(3):
             backward(net, step, comm.rank)
-            said.append(
+            values.append(
                 (net.reducer._get_local_used_map().tolist(), net.reducer._ddp_graph_static())
             )
-        return said
+        return values
 
-    mine, theirs = of_both(found)
+    mine, theirs = ours_and_torchs(found)
     assert mine == theirs
     assert mine[-1][1] != differ

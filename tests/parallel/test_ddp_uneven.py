@@ -1,4 +1,4 @@
-"""Ranks with inputs of unequal length: `join`."""
+"""`join`: ranks with different numbers of inputs."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.parallel.ddp_cases import (
     Wrap,
     backward,
     equal,
+    error_text,
     gloo,
     gradients,
     loss,
     mlp,
-    of_both,
+    ours_and_torchs,
     rows,
-    says,
 )
 from tests.ranks import on_ranks
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.process
 def test_uneven_inputs_give_torchs_bits(
     comm: Communicator, options: dict[str, bool], make: str
 ) -> None:
-    """Rank r has 2 + 2r batches, and the second of every two of them accumulates."""
+    """Rank r has 2 + 2r batches; every second one accumulates."""
     gloo()
     found = []
     for wrap in (DistributedDataParallel, TORCHS):
@@ -59,10 +59,8 @@ def test_uneven_inputs_give_torchs_bits(
 
 @pytest.mark.parametrize("by_initial_size", [True, False])
 @on_ranks(2)
-def test_torchs_join_shadows_it_beside_an_optimizer(
-    comm: Communicator, by_initial_size: bool
-) -> None:
-    """Beside another joinable, twice, and an iteration of all ranks after each."""
+def test_torchs_join_works_with_an_optimizer(comm: Communicator, by_initial_size: bool) -> None:
+    """Joins together with an optimizer, twice, with an iteration of all ranks after each."""
     gloo()
     found = []
     for wrap in (DistributedDataParallel, TORCHS):
@@ -82,7 +80,7 @@ def test_torchs_join_shadows_it_beside_an_optimizer(
 
 
 @on_ranks(2)
-def test_torchs_join_ends_all_ranks_early(comm: Communicator) -> None:
+def test_torchs_join_can_raise_on_early_termination(comm: Communicator) -> None:
     gloo()
 
     def train(wrap: type[nn.Module]) -> None:
@@ -92,7 +90,7 @@ def test_torchs_join_ends_all_ranks_early(comm: Communicator) -> None:
                 backward(net, step, comm.rank)
 
     ours, theirs = (
-        says(lambda w=w: train(w), RuntimeError) for w in (DistributedDataParallel, TORCHS)
+        error_text(lambda w=w: train(w), RuntimeError) for w in (DistributedDataParallel, TORCHS)
     )
     assert ours == theirs, f"{ours}\n{theirs}"
 
@@ -112,7 +110,7 @@ def test_uneven_inputs_with_unused_parameters(ranks):
     assert all(other == first for other in others)
 
 
-def thrown(comm: Communicator) -> str:
+def join_until_a_rank_ends(comm: Communicator) -> str:
     net = DistributedDataParallel(mlp(), process_group=comm)
 
     def train() -> None:
@@ -120,29 +118,29 @@ def thrown(comm: Communicator) -> str:
             for step in range(1 + comm.rank):
                 backward(net, step, comm.rank)
 
-    return says(train)
+    return error_text(train)
 
 
-def test_uneven_inputs_can_be_an_error_on_every_rank(ranks):
-    ended, other = ranks(2)(thrown)
+def test_early_termination_can_raise_on_every_rank(ranks):
+    ended, other = ranks(2)(join_until_a_rank_ends)
     assert "Rank 0 exhausted all inputs" in ended
     assert "Detected at least one rank that exhausted inputs: [0]" in other
 
 
 @on_ranks(2)
-def test_even_inputs_are_no_error(comm: Communicator) -> None:
-    """That all ranks end together is no early end."""
+def test_equal_numbers_of_inputs_are_no_early_termination(comm: Communicator) -> None:
+    """If all ranks end together, none is early."""
 
     def found(wrap: Wrap) -> list[Tensor]:
         net = wrap(mlp())
         with net.join(throw_on_early_termination=True):
             return [g for step in range(2) for g in backward(net, step, comm.rank)]
 
-    assert equal(*of_both(found))
+    assert equal(*ours_and_torchs(found))
 
 
 class Tables(nn.Module):
-    """Two, whose gradients are sparse; the second may be left out."""
+    """Two tables with sparse gradients, the second of which may be unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,8 +152,9 @@ class Tables(nn.Module):
 
 @pytest.mark.parametrize("joined", [False, True])
 @on_ranks(2)
-def test_sparse_gradients_that_a_rank_lacks_count_as_none(comm: Communicator, joined: bool) -> None:
-    """Each rank's rows, and how many tables it uses; ranks that join have 1 and 2 steps."""
+def test_sparse_gradients_missing_on_a_rank_count_as_zero(comm: Communicator, joined: bool) -> None:
+    """Each rank has its own rows and number of tables used; with `join`, ranks have 1 and 2
+    steps."""
     net = DistributedDataParallel(Tables(), process_group=comm, find_unused_parameters=not joined)
     twin = copy.deepcopy(net.module)
 

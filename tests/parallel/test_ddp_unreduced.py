@@ -1,4 +1,5 @@
-"""Gradients that DistributedDataParallel would not hear of: it says so."""
+"""Parameters changed so that DistributedDataParallel would miss their gradients: the forward
+raises."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import torch
 from torch import nn
 
 from ringdp import Communicator, DistributedDataParallel
-from tests.parallel.ddp_cases import backward, loss, mlp, rows, says
+from tests.parallel.ddp_cases import backward, error_text, loss, mlp, rows
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
@@ -17,7 +18,7 @@ def cast(net: nn.Module) -> None:
     net.double()
 
 
-def cast_by_swap(net: nn.Module) -> None:
+def cast_by_swapping(net: nn.Module) -> None:
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
@@ -32,15 +33,15 @@ def assigned(net: nn.Module) -> None:
 
 CHANGES = {
     "0.weight has been cast": cast,
-    "0.weight has been cast since": cast_by_swap,
+    "0.weight has been cast since": cast_by_swapping,
     "0.weight is another parameter": assigned,
 }
 
 
 @pytest.mark.parametrize("words", CHANGES)
 @on_ranks(2)
-def test_parameters_changed_behind_it_are_told(comm: Communicator, words: str) -> None:
-    """Before the first forward, or later: then one iteration has gone by."""
+def test_replaced_parameters_are_an_error(comm: Communicator, words: str) -> None:
+    """Changed before the first forward, or after an iteration."""
 
     def forward(net: nn.Module) -> None:
         backward(net, 0, comm.rank)
@@ -53,12 +54,13 @@ def test_parameters_changed_behind_it_are_told(comm: Communicator, words: str) -
         dtype = next(net.parameters()).dtype
         if late:
             loss(net(rows(1, comm.rank).to(dtype))).backward()
-        assert words in says(lambda net=net, d=dtype: net(rows(2, comm.rank).to(d)))
+        assert words in error_text(lambda net=net, d=dtype: net(rows(2, comm.rank).to(d)))
 
 
 @on_ranks(2)
-def test_parameters_that_are_still_heard_of_are_trained(comm: Communicator) -> None:
-    """Forwards without a backward, a layer taken away, parameters frozen or of other memory."""
+def test_harmless_changes_of_parameters_are_accepted(comm: Communicator) -> None:
+    """After forwards without a backward, with a layer removed, parameters frozen or given other
+    memory."""
     net = DistributedDataParallel(
         nn.Sequential(mlp(), nn.Linear(3, 3)), process_group=comm, find_unused_parameters=True
     )
@@ -75,22 +77,22 @@ def test_parameters_that_are_still_heard_of_are_trained(comm: Communicator) -> N
 
 
 @on_ranks(2)
-def test_it_is_called_with_other_tensors_for_its_parameters(comm: Communicator) -> None:
-    """As a function of other tensors, which are nobody's to reduce."""
+def test_functional_call_with_other_tensors_works(comm: Communicator) -> None:
+    """functional_call passes other tensors, whose gradients are not reduced."""
     net = DistributedDataParallel(mlp(), process_group=comm)
     others = {name: p.detach().requires_grad_() for name, p in net.named_parameters()}
     loss(torch.func.functional_call(net, others, (rows(0, comm.rank),))).backward()
     assert all(t.grad is not None for t in others.values())
 
 
-def compiled(comm: Communicator) -> str:
+def compiled_autograd_error(comm: Communicator) -> str:
     from torch._dynamo import compiled_autograd
 
     net = DistributedDataParallel(mlp(), process_group=comm)
     with compiled_autograd._enable(torch.compile(backend="eager")):
-        return says(lambda: net(rows(0, comm.rank)))
+        return error_text(lambda: net(rows(0, comm.rank)))
 
 
 def test_compiled_autograd_is_refused(ranks):
-    for text in ranks(2)(compiled):
+    for text in ranks(2)(compiled_autograd_error):
         assert "Compiled autograd is not compatible with" in text

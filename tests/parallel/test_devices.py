@@ -1,6 +1,6 @@
-"""What torch's FSDP moves or makes real itself: models built on the CPU or the meta device, inputs.
+"""What torch's FSDP moves by itself: models built on the CPU or the meta device, and inputs.
 
-No GPU is needed: the meta device is another than the CPU.
+No GPU is needed: the meta device differs from the CPU.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ringdp.parallel.values.inputs import move_inputs
 from tests.parallel.small import batch, net
 
 
-class Looks(nn.Module):
-    """Notes where its inputs are, and adds to the list among them."""
+class InputRecorder(nn.Module):
+    """Records the devices of its inputs, and appends to the list among them."""
 
     def forward(self, x: Tensor, found: list[Tensor], scale: Tensor) -> Tensor:
         self.devices = [t.device.type for t in (x, *found, scale)]
@@ -32,8 +32,8 @@ def add_hook(register: Callable[..., object], call: object, **options: object) -
     register(call, **options)
 
 
-def test_inputs_are_moved_and_lists_among_them_are_the_callers():
-    model, kept, x = Looks(), torch.ones(1), torch.ones(2)
+def test_inputs_are_moved_and_lists_stay_the_callers():
+    model, kept, x = InputRecorder(), torch.ones(1), torch.ones(2)
     found = [kept]
     move_inputs(model, torch.device("meta"), add_hook)
     assert model(x, found, scale=torch.ones(1)).is_meta
@@ -45,14 +45,14 @@ def test_inputs_are_moved_and_lists_among_them_are_the_callers():
 
 
 def test_on_the_cpu_nothing_is_moved():
-    move_inputs(Looks(), torch.device("cpu"), None)  # type: ignore[arg-type]
+    move_inputs(InputRecorder(), torch.device("cpu"), None)  # type: ignore[arg-type]
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     before = [p.data_ptr() for p in model.parameters()]
     move(model, torch.device("cpu"))
     assert [p.data_ptr() for p in model.parameters()] == before
 
 
-def test_device_id_may_be_where_the_model_is():
+def test_device_id_can_be_the_models_device():
     comm = ringdp.init()
     model = ringdp.FullyShardedDataParallel(net(), comm, device_id=torch.device("cpu"))
     assert model.engine.device == torch.device("cpu")

@@ -1,5 +1,5 @@
-"""The engine's contracts: the same bits in every stage, bytes equal to their formulas, and the
-gradients of one process within a bound."""
+"""The engine's contracts: equal bits in all stages, bytes equal to their formulas, and the
+gradients of one process within an error bound."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
-WIDTH, BATCH, STEPS = 37, 12, 4  # an odd width: no parameter fits its shard
+WIDTH, BATCH, STEPS = 37, 12, 4  # an odd width, so parameters cross the borders of shards
 
 
 class Net(nn.Module):
-    """Blocks in a list, a tied weight, a parameter outside all units, a buffer."""
+    """Blocks in a list, a tied weight, a parameter outside all units, and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Run(NamedTuple):
     parameters: list[Tensor]
     memory: Any
     formula: Any
-    sent: list[int]  # bytes, one a step
+    sent: list[int]  # bytes of each step
     traffic: int
 
 
@@ -58,8 +58,8 @@ def model(seed: int = 0) -> Net:
     return Net()
 
 
-def gathered(comm: Communicator, engine: ringdp.Engine) -> list[Tensor]:
-    """Every parameter's full gradient, put together from the ranks' parts."""
+def full_gradients(comm: Communicator, engine: ringdp.Engine) -> list[Tensor]:
+    """Every parameter's full gradient, gathered from the ranks."""
     out = []
     for unit in engine.units:
         full = unit.gradients.reduced
@@ -72,7 +72,7 @@ def gathered(comm: Communicator, engine: ringdp.Engine) -> list[Tensor]:
 
 
 def train(comm: Communicator, stage: int, optimizer: str = "AdamW", **options: Any) -> Run:
-    net = model(seed=comm.rank)  # rank 0's values must win
+    net = model(seed=comm.rank)  # rank 0's values are broadcast
     engine = ringdp.shard(net, stage=stage, comm=comm, **options)
     try:
         opt = getattr(torch.optim, optimizer)(net.parameters(), lr=0.01)
@@ -83,7 +83,7 @@ def train(comm: Communicator, stage: int, optimizer: str = "AdamW", **options: A
             opt.zero_grad()
             loss = net(batch(step)[comm.rank * rows :][:rows]).square().mean()
             loss.backward()
-            gradients.append(gathered(comm, engine))
+            gradients.append(full_gradients(comm, engine))
             opt.step()
             losses.append(loss.item())
             sent.append(engine.sent_bytes() - before)
@@ -117,7 +117,7 @@ def test_stages_agree_bit_for_bit_and_bytes_equal_their_formulas(ranks, n, optim
 
 
 @pytest.mark.parametrize("limit", [0, 6000, 1 << 20])
-def test_prefetch_keeps_its_bound_and_changes_no_bit(ranks, limit):
+def test_bounded_prefetch_changes_no_bit(ranks, limit):
     plain = ranks(2)(train, 3)
     bounded = ranks(2)(train_bounded, 3, limit)
     for a, b in zip(plain, bounded, strict=True):
@@ -125,7 +125,8 @@ def test_prefetch_keeps_its_bound_and_changes_no_bit(ranks, limit):
         assert b.memory == b.formula
         assert b.sent == [b.traffic] * STEPS
     sends = [bounded[0].sent[0], plain[0].sent[0]]
-    assert sends == sorted(sends, reverse=limit < 1 << 20)  # the more room, the less goes twice
+    # the more may be in flight, the fewer units are gathered twice
+    assert sends == sorted(sends, reverse=limit < 1 << 20)
 
 
 def train_bounded(comm: Communicator, stage: int, limit: int) -> Run:
@@ -133,16 +134,16 @@ def train_bounded(comm: Communicator, stage: int, limit: int) -> Run:
 
 
 def single_process() -> list[list[Tensor]]:
-    """Gradients of the first step, in float64."""
+    """The gradients of the first step in one process, in float64."""
     net = model(0).double()
     net(batch(0).double()).square().mean().backward()
     return [p.grad for p in net.parameters()]
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_gradients_are_those_of_one_process(ranks, n):
-    """Against float64. A gradient entry is a sum over BATCH rows of products; each of the chain's
-    L layers adds relative errors of at most gamma_k, k = WIDTH + BATCH terms, of the sum of
+def test_gradients_are_within_the_error_bound_of_one_process(ranks, n):
+    """Compared with float64. A gradient entry is a sum over BATCH rows of products; each of the
+    chain's L layers adds relative errors of at most gamma_k, k = WIDTH + BATCH terms, of the sum of
     absolute values, which the largest entry times k bounds."""
     reference = single_process()
     found = ranks(n)(train, 3, "SGD")[0].gradients[0]
@@ -154,8 +155,11 @@ def test_gradients_are_those_of_one_process(ranks, n):
 
 @pytest.mark.parametrize("stage", range(4))
 @on_ranks(2)
-def test_ordinary_loops_work(comm: Communicator, stage: int) -> None:
-    """zero_grad in its three places, evaluation between steps, and a changing order of use."""
+def test_training_loops_with_evaluation_and_changing_order_work(
+    comm: Communicator, stage: int
+) -> None:
+    """zero_grad at each of its three usual places, evaluation between steps, and a changing order
+    of use."""
     net = model()
     engine = ringdp.shard(net, stage=stage, comm=comm)
     twin = model()
@@ -186,15 +190,15 @@ def test_ordinary_loops_work(comm: Communicator, stage: int) -> None:
             net(batch(7))
             net(batch(8))
             assert engine.sent_bytes() == gathered_once >= before
-            # every rank saw the same batch, so the average is each one's own gradient
+            # all ranks have the same batch, so the average is each one's own gradient
             for p, q in zip(net.parameters(), twin.parameters(), strict=True):
                 torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
     finally:
         engine.close()
 
 
-def frees(comm: Communicator) -> list[int]:
-    """Live bytes of each unit's full storage at rest, while block 1 runs, and at rest again."""
+def storage_bytes(comm: Communicator) -> list[int]:
+    """Bytes of units' full storages at rest, while block 1 runs, and at rest again."""
     net = model()
     engine = ringdp.shard(net, stage=3, comm=comm)
     seen: list[list[int]] = []
@@ -215,7 +219,7 @@ def frees(comm: Communicator) -> list[int]:
 
 
 def test_stage_3_frees_what_it_gathered(ranks):
-    for rest, root, block0, block1, again in ranks(2)(frees):
+    for rest, root, block0, block1, again in ranks(2)(storage_bytes):
         assert rest == again == 0
         assert root > 0
         assert block0 == 0, "the block before is freed"
@@ -223,23 +227,23 @@ def test_stage_3_frees_what_it_gathered(ranks):
 
 
 @on_ranks(2)
-def test_an_engine_goes_with_its_model(comm: Communicator) -> None:
-    """Nobody closes it: torch's hooks around every optimizer's step must not keep it."""
+def test_an_engine_is_freed_with_its_model(comm: Communicator) -> None:
+    """The engine is not closed; torch's global optimizer hooks must not keep it alive."""
     engine = ringdp.shard(net := model(), stage=3, comm=comm)
     optimizer = torch.optim.SGD(net.parameters())
     net(batch(0)).square().mean().backward()
     optimizer.step()
-    gone = weakref.ref(engine)
+    reference = weakref.ref(engine)
     del engine, net
     gc.collect()
-    assert gone() is None
+    assert reference() is None
     optimizer.step()
     comm.barrier()
 
 
 @on_ranks(2)
-def test_a_change_by_hand_is_seen_by_the_next_forward(comm: Communicator) -> None:
-    """After a forward that no backward follows."""
+def test_values_written_by_hand_are_used_by_the_next_forward(comm: Communicator) -> None:
+    """The values are written after a forward without a backward."""
     net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
     engine = ringdp.shard(net, stage=3, unit=nn.Linear, comm=comm)
     for step in range(2):

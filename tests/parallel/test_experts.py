@@ -1,5 +1,5 @@
-"""Gradients of other parameters on other ranks, as where a batch takes some experts of a layer. One
-process that has the batches of all ranks is the reference."""
+"""Ranks have gradients of different parameters, as with mixtures of experts. The reference is one
+process with the batches of all ranks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.utils.checkpoint import checkpoint
 import ringdp
 from ringdp import Communicator, Precision
 from tests.comm.failing import by_turns
-from tests.parallel.small import APART, WIDTH, assert_equal, loss
+from tests.parallel.small import COMPUTE_IN_FLOAT64, WIDTH, assert_equal, loss
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
-Picks = list[int | None]  # by layer: the expert, None for all
+Picks = list[int | None]  # per layer: the expert used, or None for all
 
 
 class Experts(nn.Module):
@@ -33,7 +33,7 @@ class Experts(nn.Module):
 
 
 class Block(Experts):
-    """Its own layer is through after that of its experts, in backward."""
+    """Its own layer finishes backward after its experts do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,15 +47,15 @@ class Block(Experts):
 
 
 class Residual(Block):
-    """Its own backward starts before that of its experts, which may be through after it or not."""
+    """Its own backward starts before that of its experts, and may finish before or after it."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + super().forward(x)
 
 
 class Around(Experts):
-    """A unit within it runs before its experts: their backward is through before that one's, but
-    where a rank leaves some out."""
+    """A unit inside it runs before its experts, so their backward finishes first, except where a
+    rank leaves some out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,20 +66,20 @@ class Around(Experts):
 
 
 class Net(nn.Module):
-    """Whose layers are called each once, one `again`, or checkpointed, or lie `within` units, with
-    a `residual` or without, or `around` them."""
+    """Calls each layer once, one of them `again`, or under a checkpoint; or has nested units
+    (`within`, `residual`, `around`)."""
 
-    def __init__(self, way: str) -> None:
+    def __init__(self, variant: str) -> None:
         super().__init__()
         torch.manual_seed(0)
-        kind = {"within": Block, "residual": Residual, "around": Around}.get(way, Experts)
-        self.layers, self.way = nn.ModuleList(kind() for _ in range(3)), way
+        kind = {"within": Block, "residual": Residual, "around": Around}.get(variant, Experts)
+        self.layers, self.variant = nn.ModuleList(kind() for _ in range(3)), variant
 
     def forward(self, x: Tensor) -> Tensor:
         a, b, c = self.layers
-        for layer in (c, a, b, a) if self.way == "again" else (c, a, b):
-            if "reentrant" in self.way:
-                x = checkpoint(layer, x.requires_grad_(), use_reentrant=self.way == "reentrant")
+        for layer in (c, a, b, a) if self.variant == "again" else (c, a, b):
+            if "reentrant" in self.variant:
+                x = checkpoint(layer, x.requires_grad_(), use_reentrant=self.variant == "reentrant")
             else:
                 x = layer(x)
         return x
@@ -89,19 +89,20 @@ class Net(nn.Module):
             layer.pick = pick  # type: ignore[assignment]
 
 
-WAYS = ("once", "again", "reentrant", "not reentrant", "within", "residual", "around")
+VARIANTS = ("once", "again", "reentrant", "not reentrant", "within", "residual", "around")
 PICKS = [[[0, 1, None], [1, 1, 0]], [[None, 0, 0], [1, 1, 0]], [[1, None, 0], [None, 1, 0]]]
 
 
 @pytest.mark.parametrize(
-    ("way", "stage", "precision", "picks"), by_turns(product(WAYS, range(4), (None, APART)), PICKS)
+    ("variant", "stage", "precision", "picks"),
+    by_turns(product(VARIANTS, range(4), (None, COMPUTE_IN_FLOAT64)), PICKS),
 )
 @on_ranks(2)
-def test_ranks_may_take_other_experts(
-    comm: Communicator, way: str, stage: int, precision: Precision | None, picks: list[Picks]
+def test_ranks_can_use_different_experts(
+    comm: Communicator, variant: str, stage: int, precision: Precision | None, picks: list[Picks]
 ) -> None:
-    """What one rank has reduced, and another not yet, they would wait for in a circle."""
-    model, twin = Net(way), Net(way)
+    """Without a common order, ranks would wait for each other's reductions in a circle."""
+    model, twin = Net(variant), Net(variant)
     engine = ringdp.shard(model, stage=stage, unit=Experts, precision=precision, comm=comm)
     mine, exact = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin))
     for step in range(3):

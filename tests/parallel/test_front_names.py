@@ -1,4 +1,5 @@
-"""Names that one looks for in the fronts: what DeepSpeed's engine has, and what is not there."""
+"""Names of other libraries on the fronts: DeepSpeed's engine methods work, and missing names say
+what to use."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ import ringdp
 from ringdp import CheckpointError, Communicator, UsageError
 from ringdp.parallel import fronts
 from ringdp.parallel.fronts import deepspeed_engine, fsdp, fsdp2
-from tests.parallel.small import batch, net, whole
+from tests.parallel.small import batch, net, whole_parameters
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
@@ -30,7 +31,7 @@ CONFIG = {
 }
 
 
-def made(comm: Communicator, **config: Any) -> Any:
+def make_engine(comm: Communicator, **config: Any) -> Any:
     return fronts.initialize(
         model=net(), config=CONFIG | config, optimizer=ringdp.AdamW, comm=comm
     )[0]
@@ -43,14 +44,14 @@ def steps(engine: Any, *numbers: int) -> list[torch.Tensor]:
             engine.backward(engine(batch(3 * number + part)).float().square().mean())
             assert engine.is_gradient_accumulation_boundary() == (part == 2)
             engine.step()
-    return whole(engine.engine)
+    return whole_parameters(engine.engine)
 
 
 @on_ranks(2)
-def test_deepspeeds_engine_is_read_saved_and_loaded(comm: Communicator, tmp_path: Path) -> None:
-    engine = made(comm)
+def test_deepspeeds_engine_methods_and_checkpoints_work(comm: Communicator, tmp_path: Path) -> None:
+    engine = make_engine(comm)
     assert engine.get_global_grad_norm() is None
-    said = steps(engine, 0, 1)
+    saved = steps(engine, 0, 1)
     assert engine.get_global_grad_norm() > 0.01
     assert engine.train_batch_size() == 6 * comm.size
     assert engine.train_micro_batch_size_per_gpu() == 2
@@ -75,10 +76,11 @@ def test_deepspeeds_engine_is_read_saved_and_loaded(comm: Communicator, tmp_path
     expected = steps(engine, 2, 3)
     assert engine.scaler.current == 32  # it grew after the third step
     for tag, found, state in ((None, "named", {"epoch": 5}), ("global_step2", "global_step2", {})):
-        other = made(comm, zero_optimization={"stage": 3})
-        other.backward(other(batch(0)).float().square().mean())  # left behind
+        other = make_engine(comm, zero_optimization={"stage": 3})
+        # gradients left over from before the load
+        other.backward(other(batch(0)).float().square().mean())
         assert other.load_checkpoint(tmp_path, tag) == (str(tmp_path / found), state)
-        assert all(map(torch.equal, whole(other.engine), said))
+        assert all(map(torch.equal, whole_parameters(other.engine), saved))
         assert other.global_steps == 2
         assert all(map(torch.equal, steps(other, 2, 3), expected))
         assert other.scaler.current == 32
@@ -88,10 +90,10 @@ def test_deepspeeds_engine_is_read_saved_and_loaded(comm: Communicator, tmp_path
 
 
 @on_ranks(2)
-def test_checkpoints_are_saved_and_loaded_as_deepspeeds_arguments_say(
+def test_checkpoint_arguments_mean_the_same_as_deepspeeds(
     comm: Communicator, tmp_path: Path
 ) -> None:
-    """A checkpoint that is not to be the latest, and one that is loaded without all that it has."""
+    """save_latest=False, and loading without optimizer and scheduler."""
     engine, scheduled = (
         fronts.initialize(
             model=net(), optimizer=ringdp.AdamW, comm=comm,
@@ -100,18 +102,19 @@ def test_checkpoints_are_saved_and_loaded_as_deepspeeds_arguments_say(
         )[0]
         for _ in range(2)
     )  # fmt: skip
-    said = steps(engine, 0, 1, 2)
+    saved = steps(engine, 0, 1, 2)
     engine.save_checkpoint(tmp_path, "aside", save_latest=False)
     assert not (tmp_path / "latest").exists()
     scheduled.load_checkpoint(
         tmp_path, "aside", load_optimizer_states=False, load_lr_scheduler_states=False
     )
-    assert all(map(torch.equal, whole(scheduled.engine), said))
+    assert all(map(torch.equal, whole_parameters(scheduled.engine), saved))
     assert (scheduled.scaler.current, scheduled.lr_scheduler.last_epoch) == (16, 0)
     assert not scheduled.optimizer.state
     assert scheduled.get_lr() == scheduled.lr_scheduler.base_lrs
     assert scheduled.global_steps == 3
-    assert torch.equal(scheduled.forward(batch(1)), engine(batch(1)))  # gathered, cast
+    # parameters are gathered and cast
+    assert torch.equal(scheduled.forward(batch(1)), engine(batch(1)))
     for call, name in (
         (partial(engine.save_checkpoint, tmp_path), "exclude_frozen_parameters"),
         (partial(engine.load_checkpoint, tmp_path), "load_module_only"),
@@ -122,18 +125,18 @@ def test_checkpoints_are_saved_and_loaded_as_deepspeeds_arguments_say(
         each.engine.close()
 
 
-def test_names_that_are_not_there_are_told():
+def test_missing_names_say_what_to_use():
     comm = ringdp.init()
-    engine = made(comm)
+    engine = make_engine(comm)
     wrapped = fronts.FullyShardedDataParallel(net(), comm)
     sharded: Any = fronts.fully_shard(net(), comm=comm)
-    looked: list[tuple[Any, tuple[str, ...]]] = [
+    fronts_and_names: list[tuple[Any, tuple[str, ...]]] = [
         (engine, deepspeed_engine.ABSENT),
         (wrapped, fsdp.ABSENT),
         (fronts.FullyShardedDataParallel, fsdp.ABSENT),
         (sharded, fsdp2.ABSENT),
     ]
-    for front, names in looked:
+    for front, names in fronts_and_names:
         for name in names:
             assert not hasattr(front, name)
             with pytest.raises(UsageError, match=f": {name} is not implemented; use "):
@@ -146,12 +149,12 @@ def test_names_that_are_not_there_are_told():
         each.engine.close()
 
 
-def test_names_of_the_installed_torchs_module_are_there_or_told():
+def test_every_name_of_torchs_fsdp_module_is_known():
     public = {name for name in vars(FSDPModule) if not name.startswith("_")}
     assert public <= {*dir(fsdp2.FSDPModule), *fsdp2.ABSENT}
 
 
-def test_a_module_may_have_names_of_its_own():
+def test_a_modules_own_names_are_not_hidden():
     comm = ringdp.init()
 
     def named() -> Any:

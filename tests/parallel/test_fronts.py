@@ -1,4 +1,5 @@
-"""Other libraries' names give what `shard` gives, bit for bit (see test_arguments for refusals)."""
+"""The fronts with other libraries' names give the bits of `shard` (refused arguments are in
+test_arguments)."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def batch(comm: Communicator, step: int) -> Tensor:
     return torch.randn(6, 8, generator=seed)
 
 
-def trained(comm: Communicator, model: Any, optimizer: Any, clip: Any = None) -> list[float]:
+def train(comm: Communicator, model: Any, optimizer: Any, clip: Any = None) -> list[float]:
     losses = []
     for step in range(3):
         loss = model(batch(comm, step)).float().square().mean()
@@ -71,13 +72,13 @@ def trained(comm: Communicator, model: Any, optimizer: Any, clip: Any = None) ->
 def plain(comm: Communicator, stage: int, **options: Any) -> list[float]:
     model = net()
     engine = ringdp.shard(model, stage=stage, unit=Block, comm=comm, **options)
-    losses = trained(comm, model, torch.optim.AdamW(model.parameters()))
+    losses = train(comm, model, torch.optim.AdamW(model.parameters()))
     engine.close()
     return losses
 
 
 @on_ranks(2)
-def test_fully_shard(comm: Communicator) -> None:
+def test_fully_shard_gives_the_bits_of_shard(comm: Communicator) -> None:
     expected = plain(comm, 3)
     for options, same in (
         ({}, expected),
@@ -99,7 +100,7 @@ def test_fully_shard(comm: Communicator) -> None:
         assert engine.stage.number == (2 if "reshard_after_forward" in options else 3)
         with pytest.raises(UsageError, match=r"engine is a FSDPSequential; allowed: .*\.engine of"):
             ringdp.save("nowhere", model)  # type: ignore[arg-type]
-        assert trained(comm, model, torch.optim.AdamW(model.parameters())) == same
+        assert train(comm, model, torch.optim.AdamW(model.parameters())) == same
         model.set_requires_gradient_sync(False)
         sent = engine.sent_bytes()
         model(batch(comm, 9)).float().sum().backward()
@@ -110,7 +111,7 @@ def test_fully_shard(comm: Communicator) -> None:
 
 
 @on_ranks(2)
-def test_fully_sharded_data_parallel(comm: Communicator) -> None:
+def test_fully_sharded_data_parallel_gives_the_bits_of_shard(comm: Communicator) -> None:
     policy = partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})
     for strategy, wrap, options, stage in (
         ("FULL_SHARD", policy, {}, 3),
@@ -128,7 +129,7 @@ def test_fully_sharded_data_parallel(comm: Communicator) -> None:
         assert [u.plan.name for u in model.engine.units] == ["", "1", "2"]
         precision = Precision(BF16, torch.float32) if "mixed_precision" in options else None
         optimizer = torch.optim.AdamW(model.parameters())
-        assert trained(comm, model, optimizer) == plain(comm, stage, precision=precision)
+        assert train(comm, model, optimizer) == plain(comm, stage, precision=precision)
         with model.no_sync():
             model(batch(comm, 4)).float().sum().backward()
         model(batch(comm, 4)).float().sum().backward()
@@ -140,18 +141,19 @@ def test_fully_sharded_data_parallel(comm: Communicator) -> None:
         state = {n: v + 1 for n, v in net().state_dict().items()}
         outer = nn.Sequential(model)
         for module, prefix in ((model, ""), (outer, "0.")):
-            given = {prefix + n: v for n, v in state.items()}
+            prefixed = {prefix + n: v for n, v in state.items()}
             with model.engine.full_parameters(write=True):
-                module.load_state_dict(given)
+                module.load_state_dict(prefixed)
                 found = module.state_dict()  # with torch's keys
-                assert list(found) == list(given)
-                assert all(torch.equal(found[n], v) for n, v in given.items())
-        assert model.append == model.module.append  # the wrapper forwards what it has not
+                assert list(found) == list(prefixed)
+                assert all(torch.equal(found[n], v) for n, v in prefixed.items())
+        # the wrapper forwards unknown attributes to the module
+        assert model.append == model.module.append
         model.engine.close()
 
 
 @on_ranks(3)
-def test_zero_redundancy_optimizer(comm: Communicator) -> None:
+def test_zero_redundancy_optimizer_gives_the_bits_of_the_whole_one(comm: Communicator) -> None:
     model = ringdp.DistributedDataParallel(net(), process_group=comm)
     weights = [p for p in model.parameters() if p.dim() == 2]
     biases = [p for p in model.parameters() if p.dim() == 1]
@@ -162,13 +164,13 @@ def test_zero_redundancy_optimizer(comm: Communicator) -> None:
     plain = ringdp.AdamW([{"params": names[0]}, {"params": names[1], "lr": 0.01}], lr=0.1)
     schedules = [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in (optimizer, plain)]
     for _ in range(2):
-        assert trained(comm, model, optimizer) == trained(comm, twin, plain)
+        assert train(comm, model, optimizer) == train(comm, twin, plain)
         for s in schedules:
             s.step()
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(p, q)
     defaults = fronts.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, comm)
-    torch.optim.lr_scheduler.OneCycleLR(defaults, 0.1, total_steps=2)  # asks for lr and betas
+    torch.optim.lr_scheduler.OneCycleLR(defaults, 0.1, total_steps=2)  # reads lr and betas
     held = sum(s["exp_avg"].numel() for s in optimizer.optim.state.values())
     total = sum(p.numel() for p in model.parameters())
     assert held <= total // comm.size + 16
@@ -179,9 +181,11 @@ def test_zero_redundancy_optimizer(comm: Communicator) -> None:
 
 
 @on_ranks(2)
-def test_it_steps_parameters_in_other_places_and_holds_no_gradient(comm: Communicator) -> None:
-    """It steps parameters whose memory is another's since it was made, and holds no gradient, so
-    that DDP need not make room for others."""
+def test_zero_redundancy_optimizer_steps_moved_parameters_and_keeps_no_gradients(
+    comm: Communicator,
+) -> None:
+    """It steps parameters whose memory has changed since it was made, and keeps no reference to
+    gradients, for which DDP would have to copy them."""
     model = ringdp.DistributedDataParallel(net(), process_group=comm)
     optimizer = fronts.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, comm, lr=0.1)
     twin = ringdp.DistributedDataParallel(net(), process_group=comm)
@@ -190,14 +194,14 @@ def test_it_steps_parameters_in_other_places_and_holds_no_gradient(comm: Communi
     for _ in range(3):
         for p in (*model.parameters(), *twin.parameters()):
             p.data = p.data.clamp(-0.5, 0.5)
-        assert trained(comm, model, optimizer) == trained(comm, twin, plain)
+        assert train(comm, model, optimizer) == train(comm, twin, plain)
         flats.append([bucket.flat.data_ptr() for bucket in model.reducer.buckets])
-    assert flats[1] == flats[2]  # the first backward builds them anew
+    assert flats[1] == flats[2]  # the first backward rebuilds the buckets
 
 
 @on_ranks(2)
-def test_torchs_groups_and_meshes_name_the_ranks(comm: Communicator) -> None:
-    """Scripts that know torch's groups and meshes only."""
+def test_fronts_take_torchs_groups_and_meshes(comm: Communicator) -> None:
+    """Scripts that use only torch's groups and meshes."""
     gloo()
     expected = plain(comm, 3)
     mesh = init_device_mesh("cpu", (comm.size,))
@@ -210,11 +214,11 @@ def test_torchs_groups_and_meshes_name_the_ranks(comm: Communicator) -> None:
             lambda: fronts.FullyShardedDataParallel(net(), device_mesh=mesh),
         ):
             model = wrap()
-            assert trained(comm, model, torch.optim.AdamW(model.parameters())) == expected
+            assert train(comm, model, torch.optim.AdamW(model.parameters())) == expected
             model.engine.close()
         model = ringdp.DistributedDataParallel(net())
         optimizer = fronts.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
-        assert trained(comm, model, optimizer) == expected
+        assert train(comm, model, optimizer) == expected
         for wrong in (1, init_device_mesh("cpu", (1, comm.size))):
             with pytest.raises(ModelError, match="1D device mesh"):
                 fronts.fully_shard(net(), mesh=wrong)
@@ -223,8 +227,8 @@ def test_torchs_groups_and_meshes_name_the_ranks(comm: Communicator) -> None:
 
 
 @on_ranks(2)
-def test_frozen_models_and_copies(comm: Communicator) -> None:
-    """A block that is frozen, a whole model that is, and copies of both that follow."""
+def test_frozen_models_and_copies_work(comm: Communicator) -> None:
+    """A frozen block, a wholly frozen model, and deep copies of both."""
     single = net().requires_grad_(False)
     for wrap, blocks in (
         (lambda m: fronts.fully_shard(m, comm=comm), True),
@@ -257,7 +261,9 @@ def test_frozen_models_and_copies(comm: Communicator) -> None:
             engine.close()
 
 
-def configured(comm: Communicator, stage: int, extra: dict[str, Any]) -> tuple[list[float], Any]:
+def train_with_config(
+    comm: Communicator, stage: int, extra: dict[str, Any]
+) -> tuple[list[float], Any]:
     config = {
         "train_batch_size": 12 * comm.size,
         "train_micro_batch_size_per_gpu": 6,
@@ -284,8 +290,8 @@ def configured(comm: Communicator, stage: int, extra: dict[str, Any]) -> tuple[l
 
 
 @on_ranks(2)
-def test_initialize(comm: Communicator) -> None:
-    expected, _ = configured(comm, 0, {})
+def test_initialize_gives_equal_losses_in_all_stages(comm: Communicator) -> None:
+    expected, _ = train_with_config(comm, 0, {})
     offload = {"device": "cpu", "pin_memory": True}
     every = {
         "overlap_comm": False,
@@ -297,11 +303,19 @@ def test_initialize(comm: Communicator) -> None:
         "stage3_max_live_parameters": 800,
     }
     for stage, zero in ((1, {"allgather_bucket_size": 280}), (2, {}), (3, {}), (3, every)):
-        assert configured(comm, stage, {"zero": zero})[0] == expected
-    _, engine = configured(comm, 3, {"zero": {"stage3_max_live_parameters": 500}})
+        assert train_with_config(comm, stage, {"zero": zero})[0] == expected
+    _, engine = train_with_config(comm, 3, {"zero": {"stage3_max_live_parameters": 500}})
     assert engine.gathering.limit < 4 * 272
     assert (
-        len({*map(str, (configured(comm, s, {"bf16": {"enabled": True}})[0] for s in (1, 3)))}) == 1
+        len(
+            {
+                *map(
+                    str,
+                    (train_with_config(comm, s, {"bf16": {"enabled": True}})[0] for s in (1, 3)),
+                )
+            }
+        )
+        == 1
     )
     half = {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2}}
-    assert configured(comm, 1, dict(half))[0] == configured(comm, 3, dict(half))[0]
+    assert train_with_config(comm, 1, dict(half))[0] == train_with_config(comm, 3, dict(half))[0]

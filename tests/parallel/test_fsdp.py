@@ -1,4 +1,5 @@
-"""`FullyShardedDataParallel` beside training, which is in test_fronts: states, buffers."""
+"""`FullyShardedDataParallel` apart from training (see test_fronts): state_dicts, nested wrappers,
+buffers."""
 
 from __future__ import annotations
 
@@ -33,17 +34,17 @@ def same(found: dict[str, Tensor], model: nn.Module) -> bool:
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 @on_ranks(2)
-def test_its_state_is_whole(comm: Communicator, strategy: str) -> None:
-    """Whole, with torch's keys, and as they were."""
+def test_state_dicts_are_unsharded(comm: Communicator, strategy: str) -> None:
+    """The values are unsharded, with torch's keys, and do not change later."""
     wrap = ModuleWrapPolicy({nn.Sequential})
     model = FullyShardedDataParallel(net(), comm, ShardingStrategy[strategy], auto_wrap_policy=wrap)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     first = model.state_dict()
     loss(model).backward()
-    amid = model.state_dict()
+    during = model.state_dict()
     optimizer.step()
     assert same(first, net())
-    assert same(amid, net())
+    assert same(during, net())
     assert not same(model.state_dict(), net())
     model.load_state_dict(net(1).state_dict())
     assert same(model.state_dict(), net(1))
@@ -77,17 +78,17 @@ def test_its_state_is_whole(comm: Communicator, strategy: str) -> None:
 
 
 @on_ranks(2)
-def test_modules_may_be_wrapped_by_hand(comm: Communicator) -> None:
-    """Wrappers within a wrapper are its units."""
+def test_modules_can_be_wrapped_by_hand(comm: Communicator) -> None:
+    """Wrappers inside a wrapper become its units."""
 
-    def wrapped(module: nn.Module, **options: Any) -> FullyShardedDataParallel:
+    def wrap(module: nn.Module, **options: Any) -> FullyShardedDataParallel:
         return FullyShardedDataParallel(module, comm, **options)
 
     twin, model = net(), net()
     linear = ModuleWrapPolicy({nn.Linear})
-    model[0], model[2] = wrapped(model[0], auto_wrap_policy=linear), wrapped(model[2])
+    model[0], model[2] = wrap(model[0], auto_wrap_policy=linear), wrap(model[2])
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (twin, model)]
-    whole = wrapped(model)
+    whole = wrap(model)
     assert [u.plan.name for u in whole.engine.units] == ["", "0.0", "2"]
     for m, optimizer in zip((twin, whole), optimizers, strict=True):
         step(m, optimizer, 0, 1)
@@ -107,9 +108,9 @@ def test_modules_may_be_wrapped_by_hand(comm: Communicator) -> None:
         {"mixed_precision": MixedPrecision(BF16)},
     ):
         model = net()
-        model[1] = wrapped(model[1])
+        model[1] = wrap(model[1])
         with pytest.raises(UsageError, match="modules within are wrapped already; allowed around"):
-            wrapped(model, **options)
+            wrap(model, **options)
         model[1].engine.close()
 
 
@@ -125,7 +126,7 @@ class Buffered(nn.Module):
         return out
 
 
-def test_buffers_have_the_dtype_that_mixed_precision_says():
+def test_buffers_have_mixed_precisions_buffer_dtype():
     comm, policy = ringdp.init(), MixedPrecision(BF16, BF16, buffer_dtype=BF16)
     wrap = ModuleWrapPolicy({nn.Linear})
     model = FullyShardedDataParallel(
@@ -133,7 +134,7 @@ def test_buffers_have_the_dtype_that_mixed_precision_says():
     )
     seen = {name: b.dtype for name, b in model.module.named_buffers()}
     kept = {name: b.dtype for name, b in Buffered().named_buffers()}
-    assert seen == kept | {"scale": BF16}  # a norm over a batch computes in float32
+    assert seen == kept | {"scale": BF16}  # batch norms compute in float32
     twin = Buffered()
     twin.scale = twin.scale.to(BF16)
     twin.inner[0].to(BF16)
@@ -141,5 +142,5 @@ def test_buffers_have_the_dtype_that_mixed_precision_says():
     assert torch.equal(model(batch()), (twin.inner[1](low.float()).to(BF16) * twin.count))
     model.engine.close()
     alone = FullyShardedDataParallel(nn.BatchNorm1d(6), comm, mixed_precision=policy)
-    assert {b.dtype for b in alone.module.buffers()} == {BF16, torch.int64}  # as of torch's
+    assert {b.dtype for b in alone.module.buffers()} == {BF16, torch.int64}  # as with torch's
     alone.engine.close()

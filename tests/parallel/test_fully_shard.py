@@ -1,4 +1,5 @@
-"""What several calls of `fully_shard` on one model ask for. What it does is in test_fronts."""
+"""Several calls of `fully_shard` on one model, and unshard, reshard and prefetching. (Training is
+in test_fronts.)"""
 
 from __future__ import annotations
 
@@ -28,10 +29,10 @@ BF16 = torch.bfloat16
 
 
 @on_ranks(2)
-def test_fully_shard_does_what_every_call_has_asked_for(comm: Communicator) -> None:
-    """Calls that ask for what one engine can do, and for what it cannot."""
+def test_options_of_several_calls_are_combined_or_refused(comm: Communicator) -> None:
+    """Options of several calls that one engine can combine, and options that it cannot."""
 
-    def sharded(first: Any, second: Any, whole: Any) -> Any:
+    def shard(first: Any, second: Any, whole: Any) -> Any:
         model = net()
         for block, options in ((model[1], first), (model[2], second)):
             fronts.fully_shard(block, comm=comm, **options)
@@ -49,7 +50,7 @@ def test_fully_shard_does_what_every_call_has_asked_for(comm: Communicator) -> N
     offloads = {"offload_policy": CPUOffloadPolicy()}
     for first, second, whole, stage in (
         (given, given, given, 3),
-        (given, frees, keeps, 3),  # as torch's default is, said
+        (given, frees, keeps, 3),  # torch's default, made explicit
         (frees, frees, frees, 3),
         (keeps, keeps, keeps, 2),
         (keeps, keeps, given, 2),
@@ -57,13 +58,13 @@ def test_fully_shard_does_what_every_call_has_asked_for(comm: Communicator) -> N
         (out, out, out, 3),
         ({"offload_policy": OffloadPolicy()}, {"mp_policy": MixedPrecisionPolicy()}, given, 3),
     ):
-        engine = sharded(first, second, whole)
+        engine = shard(first, second, whole)
         assert engine.stage.number == stage, (first, second, whole)
         if whole is out:
             assert engine.units[1].dtypes == (torch.float32, BF16, torch.float32)
     pageable = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
-    assert sharded(pageable, pageable, pageable).units[0].offload == Offload(True, True, pin=False)
-    for first, second, whole, said in (
+    assert shard(pageable, pageable, pageable).units[0].offload == Offload(True, True, pin=False)
+    for first, second, whole, message in (
         (keeps, frees, given, "reshard_after_forward of module '2' was True, and is False of"),
         (keeps, keeps, frees, "reshard_after_forward of module '1' was False, and is True of"),
         (low, low, {}, "mp_policy of module '1' was .*bfloat16.* and is .*None"),
@@ -76,12 +77,12 @@ def test_fully_shard_does_what_every_call_has_asked_for(comm: Communicator) -> N
             r"offload_policy of module '2' was None, and is 'CPUOffloadPolicy\(pin_memory=True\)'",
         ),
     ):
-        with pytest.raises(UsageError, match=said):
-            sharded(first, second, whole)
+        with pytest.raises(UsageError, match=message):
+            shard(first, second, whole)
 
     model: Any = net()
     for module, options in ((model[1], frees), (model, frees), (model, keeps | low)):
-        fronts.fully_shard(module, comm=comm, **options)  # another thing, once it was closed
+        fronts.fully_shard(module, comm=comm, **options)  # new options are accepted after a close
         if module is model:
             assert model.engine.stage.number == (2 if options is not frees else 3)
             with model.engine.full_parameters():
@@ -89,10 +90,10 @@ def test_fully_shard_does_what_every_call_has_asked_for(comm: Communicator) -> N
 
 
 @on_ranks(1)
-def test_gradients_are_kept_of_a_whole_model_only(comm: Communicator) -> None:
+def test_gradient_sync_is_set_for_the_whole_model_only(comm: Communicator) -> None:
     model: Any = net()
     fronts.fully_shard(model[1], comm=comm)
-    model[1].set_requires_gradient_sync(False)  # it is all that is sharded as yet
+    model[1].set_requires_gradient_sync(False)  # as yet it is all that is sharded
     assert not model[1].engine.backwards.sync
     fronts.fully_shard(model, comm=comm)
     for module, how in ((model[1], {}), (model, {"recurse": False})):
@@ -102,8 +103,8 @@ def test_gradients_are_kept_of_a_whole_model_only(comm: Communicator) -> None:
     model.engine.close()
 
 
-def unsharded_ahead(comm: Communicator, shards: Any, *, frees: bool) -> list[Any]:
-    """Gathers ahead of forwards, uses a weight outside of one, and frees after evaluation."""
+def unshard_and_train(comm: Communicator, shards: Any, *, frees: bool) -> list[Any]:
+    """Gathers before forwards, uses a weight outside of a forward, and frees after evaluation."""
     model: Any = net()
     for block in (*model, model):
         shards(block, reshard_after_forward=frees)
@@ -112,7 +113,7 @@ def unsharded_ahead(comm: Communicator, shards: Any, *, frees: bool) -> list[Any
     for step in range(3):
         model.unshard()
         handle = model[0].unshard(async_op=True)
-        model[1].unshard(async_op=True)  # the forward waits
+        model[1].unshard(async_op=True)  # not waited for here; the forward waits
         handle.wait()
         found.append(model[0][0].weight.detach().clone())
         model[0].reshard()
@@ -143,17 +144,15 @@ def unsharded_ahead(comm: Communicator, shards: Any, *, frees: bool) -> list[Any
 
 @pytest.mark.parametrize("frees", [True, False])
 @on_ranks(2)
-def test_scripts_that_unshard_and_reshard_train_as_with_torchs(
-    comm: Communicator, frees: bool
-) -> None:
+def test_unshard_and_reshard_train_as_with_torchs(comm: Communicator, frees: bool) -> None:
     gloo()
-    ours = unsharded_ahead(comm, partial(fronts.fully_shard, comm=comm), frees=frees)
-    theirs = unsharded_ahead(comm, torchs_fully_shard, frees=frees)
+    ours = unshard_and_train(comm, partial(fronts.fully_shard, comm=comm), frees=frees)
+    theirs = unshard_and_train(comm, torchs_fully_shard, frees=frees)
     torch.testing.assert_close(ours, theirs)
 
 
-def asked_for_whole(shards: Any, frees: bool) -> list[dict[str, Tensor]]:
-    """A script that writes the model as one process would have it."""
+def full_tensors(shards: Any, frees: bool) -> list[dict[str, Tensor]]:
+    """A script that writes out the full parameters."""
     model: Any = net()
     for block in (*model, model):
         shards(block, reshard_after_forward=frees)
@@ -167,16 +166,16 @@ def asked_for_whole(shards: Any, frees: bool) -> list[dict[str, Tensor]]:
 
 @pytest.mark.parametrize("frees", [True, False])
 @on_ranks(3)
-def test_scripts_may_ask_for_full_tensors(comm: Communicator, frees: bool) -> None:
+def test_full_tensor_works_as_with_torchs(comm: Communicator, frees: bool) -> None:
     gloo()
-    found = asked_for_whole(partial(fronts.fully_shard, comm=comm), frees)
-    torch.testing.assert_close(found, asked_for_whole(torchs_fully_shard, frees))
+    found = full_tensors(partial(fronts.fully_shard, comm=comm), frees)
+    torch.testing.assert_close(found, full_tensors(torchs_fully_shard, frees))
     assert {type(value) for values in found for value in values.values()} == {Tensor}
 
 
 @on_ranks(2)
-def test_a_state_becomes_ordinary_tensors(comm: Communicator, tmp_path: Path) -> None:
-    """Where it is copied, saved, or assigned to another model."""
+def test_state_dicts_become_ordinary_tensors(comm: Communicator, tmp_path: Path) -> None:
+    """When it is copied, saved, or assigned to another model."""
     model: Any = net()
     fronts.fully_shard(model, comm=comm)
     state = model.state_dict()
@@ -196,8 +195,11 @@ def test_a_state_becomes_ordinary_tensors(comm: Communicator, tmp_path: Path) ->
     model.engine.close()
 
 
-def fails_once(comm: Communicator, monkeypatch: pytest.MonkeyPatch, name: str, at: int) -> str:
-    """A call on a model with a sharded block whose collective of that name fails, and another."""
+def call_again_after_failure(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch, name: str, at: int
+) -> str:
+    """A collective of this name fails in fully_shard of a model with a sharded block; then it is
+    called again."""
     model, calls = net(), 0
     fronts.fully_shard(model[1], comm=comm)
     method = getattr(Communicator, name)
@@ -228,15 +230,16 @@ def fails_once(comm: Communicator, monkeypatch: pytest.MonkeyPatch, name: str, a
 
 
 @on_ranks(2)
-def test_a_call_that_failed_works_again_or_is_refused(comm: Communicator) -> None:
-    """Where no parameter was a slice yet it trains, else it says that the model is spent."""
+def test_a_failed_call_can_be_repeated_or_is_refused(comm: Communicator) -> None:
+    """If no parameter has been sliced yet, the second call works; otherwise it says that the model
+    is unusable."""
     with pytest.MonkeyPatch.context() as patch:
-        assert fails_once(comm, patch, "all_gather", 1) == ""  # of the block
-        assert fails_once(comm, patch, "broadcast", 1) == ""  # of the first unit
+        assert call_again_after_failure(comm, patch, "all_gather", 1) == ""  # of the block
+        assert call_again_after_failure(comm, patch, "broadcast", 1) == ""  # of the first unit
         for name, at in (("broadcast", 2), ("duplicate", 1), ("duplicate", 2)):
-            said = fails_once(comm, patch, name, at)
-            assert "weight is this rank's slice." in said
-            assert "make the model anew" in said
+            message = call_again_after_failure(comm, patch, name, at)
+            assert "weight is this rank's slice." in message
+            assert "make the model anew" in message
     model: Any = net()
     fronts.fully_shard(model[1], comm=comm)
     with pytest.raises(UsageError, match="reshard_after_forward=3"):
@@ -249,7 +252,7 @@ def test_a_call_that_failed_works_again_or_is_refused(comm: Communicator) -> Non
         fronts.fully_shard(model[0], comm=comm)
     model.engine.close()
     with pytest.raises(UsageError, match="this model is sharded already"):
-        fronts.fully_shard(model, comm=comm)  # closed as slices
+        fronts.fully_shard(model, comm=comm)  # closed while its parameters are slices
 
 
 @on_ranks(1)
@@ -264,7 +267,7 @@ def test_a_model_with_an_engine_of_its_own_is_refused_unchanged(comm: Communicat
 
 
 @on_ranks(2)
-def test_a_weight_tied_between_modules_takes_one_around_both(comm: Communicator) -> None:
+def test_a_weight_tied_between_modules_must_be_sharded_around_both(comm: Communicator) -> None:
     model: Any = net()
     model[1][0].weight = model[0][0].weight
     fronts.fully_shard(model[0], comm=comm)
@@ -273,8 +276,8 @@ def test_a_weight_tied_between_modules_takes_one_around_both(comm: Communicator)
     model[0].engine.close()
 
 
-def accumulated(comm: Communicator, shards: Any) -> list[float]:
-    """A script that prefetches two blocks, and accumulates."""
+def accumulate(comm: Communicator, shards: Any) -> list[float]:
+    """A script that prefetches two blocks and accumulates gradients."""
     model: Any = net()
     for block in (*model, model):
         shards(block)
@@ -301,7 +304,7 @@ def accumulated(comm: Communicator, shards: Any) -> list[float]:
 
 
 @on_ranks(2)
-def test_scripts_that_prefetch_and_accumulate_train_as_with_torchs(comm: Communicator) -> None:
+def test_prefetching_and_accumulation_train_as_with_torchs(comm: Communicator) -> None:
     gloo()
-    ours = accumulated(comm, lambda block: fronts.fully_shard(block, comm=comm))
-    assert ours == pytest.approx(accumulated(comm, torchs_fully_shard))
+    ours = accumulate(comm, lambda block: fronts.fully_shard(block, comm=comm))
+    assert ours == pytest.approx(accumulate(comm, torchs_fully_shard))

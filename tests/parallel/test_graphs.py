@@ -1,5 +1,5 @@
-"""What is done with graphs beside one backward of each: penalties of gradients, graphs used again
-after a step, autocast around several, torch.func. One process is the reference, or what it says."""
+"""Autograd graphs beyond one backward each: gradient penalties, graphs reused after a step,
+autocast around several, torch.func. The reference is one process, or what it raises."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import ringdp
 from ringdp import Communicator, Offload, Precision, UsageError
-from tests.parallel.small import WIDTH, assert_equal, batch, loss, plain_and_apart
+from tests.parallel.small import WIDTH, assert_equal, batch, loss, with_and_without_precision
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
@@ -22,7 +22,7 @@ Loop = Callable[[nn.Module, Any], None]
 
 
 def critic() -> nn.Sequential:
-    """Its last unit's slice is empty on one rank. A norm's graph holds its weight itself."""
+    """The last unit's slice is empty on one rank; a LayerNorm's graph saves its weight itself."""
     torch.manual_seed(0)
     blocks = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)) for _ in range(2))
     return nn.Sequential(*blocks, nn.Linear(WIDTH, 1))
@@ -76,9 +76,9 @@ def of_weights(model: nn.Module, optimizer: Any) -> None:
         optimizer.zero_grad()
 
 
-def trains(comm: Communicator, loop: Loop, stage: int, apart: bool) -> None:
+def train_both(comm: Communicator, loop: Loop, stage: int, offloads: bool) -> None:
     model, twin = critic(), critic()
-    offload = Offload(optimizer=True) if apart else None
+    offload = Offload(optimizer=True) if offloads else None
     engine = ringdp.shard(model, stage=stage, offload=offload, comm=comm)
     for one in (model, twin):
         loop(one, torch.optim.SGD(one.parameters(), lr=0.1))
@@ -86,23 +86,23 @@ def trains(comm: Communicator, loop: Loop, stage: int, apart: bool) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize(("stage", "apart"), [(0, False), (1, False), (2, False), (2, True)])
+@pytest.mark.parametrize(("stage", "offloads"), [(0, False), (1, False), (2, False), (2, True)])
 @pytest.mark.parametrize("loop", [alone, with_a_loss, after_a_loss, of_weights])
-def test_a_penalty_of_gradients_trains_as_in_one_process(ranks, loop, stage, apart):
-    """Alone it need not pass the output of a unit whose weights it trains."""
-    ranks(2)(trains, loop, stage, apart)
+def test_gradient_penalties_train_as_in_one_process(ranks, loop, stage, offloads):
+    """A penalty alone need not pass the output of a unit whose weights it trains."""
+    ranks(2)(train_both, loop, stage, offloads)
 
 
 # ---- of weights alone
 
 
-@plain_and_apart
+@with_and_without_precision
 @pytest.mark.parametrize("stage", range(4))
 @on_ranks(2)
-def test_a_gradient_of_weights_without_a_forward_is_the_ranks_own(
+def test_gradients_of_weights_without_a_forward_are_local(
     comm: Communicator, stage: int, precision: Precision | None
 ) -> None:
-    """No backward of the model's: other ranks need not take it, and it leaves no gradient."""
+    """It is no backward of the model: other ranks need not take part, and .grad is unchanged."""
     engine = ringdp.shard(model := critic(), stage=stage, precision=precision, comm=comm)
 
     def gradients() -> None:
@@ -110,7 +110,8 @@ def test_a_gradient_of_weights_without_a_forward_is_the_ranks_own(
         made = torch.autograd.grad(sum(w.square().sum() for w in weights), weights)
         assert all(torch.equal(g, 2 * w) for g, w in zip(made, weights, strict=True))
 
-    if comm.rank == 0 and not stage and not precision:  # whole outside of a forward
+    # parameters are unsharded outside of a forward
+    if comm.rank == 0 and not stage and not precision:
         gradients()
     with engine.full_parameters():
         if comm.rank == 0:
@@ -121,13 +122,13 @@ def test_a_gradient_of_weights_without_a_forward_is_the_ranks_own(
     engine.close()
 
 
-@plain_and_apart
+@with_and_without_precision
 @pytest.mark.parametrize("stage", range(4))
 @on_ranks(2)
-def test_gradients_of_a_forwards_weights_are_the_ranks_own(
+def test_autograd_grad_of_a_forwards_weights_is_local(
     comm: Communicator, stage: int, precision: Precision | None
 ) -> None:
-    """And add none to .grad."""
+    """.grad is unchanged."""
     model, twin = critic(), critic()
     held = list(model.parameters())
     engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
@@ -156,7 +157,7 @@ def test_gradients_of_a_forwards_weights_are_the_ranks_own(
 
 
 def autocast_around_all(model: nn.Module, optimizer: Any) -> None:
-    """Which keeps what it has cast, and so the graphs of the first forward."""
+    """Autocast caches casts, and so keeps the graph of the first forward."""
     with torch.autocast("cpu", torch.bfloat16):
         for step in range(STEPS):
             loss(model, step).backward()
@@ -174,23 +175,25 @@ def autocast_around_two(model: nn.Module, optimizer: Any) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(("stage", "apart"), [(0, False), (2, True), (3, False), (3, True)])
+@pytest.mark.parametrize(("stage", "offloads"), [(0, False), (2, True), (3, False), (3, True)])
 @pytest.mark.parametrize("loop", [autocast_around_all, autocast_around_two])
-def test_casts_outlive_a_backward(ranks, loop, stage, apart):
-    """Their gradients come when all units are through: in stage 3 to slices."""
-    ranks(2)(trains, loop, stage, apart)
+def test_autocasts_that_outlive_a_backward_train(ranks, loop, stage, offloads):
+    """The casts' gradients arrive when all units have finished; in stage 3 they belong to
+    slices."""
+    ranks(2)(train_both, loop, stage, offloads)
 
 
-# ---- used again after a step
+# ---- graphs used again after a step
 
 
-@plain_and_apart
+@with_and_without_precision
 @pytest.mark.parametrize("stage", range(4))
 @on_ranks(2)
-def test_a_backward_after_a_step_is_told(
+def test_a_second_backward_after_a_step_is_an_error(
     comm: Communicator, stage: int, precision: Precision | None
 ) -> None:
-    """In torch's words. Where others compute in their place it took new weights for old ones."""
+    """As torch does. Otherwise, where modules compute with other tensors, new weights would be used
+    for old ones."""
     for make in (torch.optim.SGD, ringdp.AdamW):
         engine = ringdp.shard(model := critic(), stage=stage, precision=precision, comm=comm)
         optimizer = make(model.parameters(), lr=0.1)
@@ -207,13 +210,14 @@ def test_a_backward_after_a_step_is_told(
 # ---- of some parameters
 
 
-@plain_and_apart
+@with_and_without_precision
 @pytest.mark.parametrize("stage", range(4))
 @on_ranks(2)
-def test_a_backward_may_end_at_some_parameters(
+def test_a_backward_to_some_parameters_trains_them(
     comm: Communicator, stage: int, precision: Precision | None
 ) -> None:
-    """Where others compute in their place they got nothing, without a word."""
+    """With backward(inputs=...), also where modules compute with other tensors than the
+    parameters."""
     model, twin = critic(), critic()
     engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
     for one in (model, twin):
@@ -227,13 +231,13 @@ def test_a_backward_may_end_at_some_parameters(
     engine.close()
 
 
-@plain_and_apart
+@with_and_without_precision
 @pytest.mark.parametrize("stage", range(4))
 @on_ranks(2)
-def test_gradients_of_inputs_leave_those_of_parameters(
+def test_gradients_of_inputs_leave_parameters_unchanged(
     comm: Communicator, stage: int, precision: Precision | None
 ) -> None:
-    """They became zeros, by which a step would decay weights."""
+    """They must not become zeros, by which a step would decay weights."""
     engine = ringdp.shard(model := critic(), stage=stage, precision=precision, comm=comm)
     x = batch().requires_grad_()
     sent = engine.reducing.comm.sent_bytes()
@@ -253,10 +257,10 @@ def test_gradients_of_inputs_leave_those_of_parameters(
 # ---- torch.func
 
 
-@plain_and_apart
+@with_and_without_precision
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @on_ranks(2)
-def test_torch_func_is_for_whole_parameters(
+def test_torch_func_needs_full_parameters(
     comm: Communicator, stage: int, precision: Precision | None
 ) -> None:
     model = critic()

@@ -1,4 +1,5 @@
-"""Gradients that somebody holds while the next come in, in all stages."""
+"""Gradients that are referenced while the next ones are computed keep their values, in all
+stages."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 import ringdp
 from ringdp import Communicator, Offload
-from tests.parallel.small import APART, loss, net
+from tests.parallel.small import COMPUTE_IN_FLOAT64, loss, net
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
@@ -19,11 +20,11 @@ pytestmark = pytest.mark.process
 @pytest.mark.parametrize(
     ("stage", "options"),
     [(stage, {}) for stage in range(4)]
-    + [(stage, {"precision": APART}) for stage in (0, 1, 3)]
+    + [(stage, {"precision": COMPUTE_IN_FLOAT64}) for stage in (0, 1, 3)]
     + [(stage, {"offload": Offload(optimizer=True)}) for stage in (1, 3)],
 )
 @on_ranks(2)
-def test_gradients_that_somebody_holds_keep_their_values(
+def test_gradients_that_are_referenced_keep_their_values(
     comm: Communicator, stage: int, options: dict[str, Any]
 ) -> None:
     model = net()
@@ -60,7 +61,7 @@ def test_gradients_that_somebody_holds_keep_their_values(
             assert all(map(torch.equal, map(torch.as_tensor, kept), copied))
             del kept
     memory = [u.gradients.reduced.data_ptr() for u in engine.units]
-    for seed in range(3):  # nobody holds them: no other memory is taken
+    for seed in range(3):  # without such references no other memory is allocated
         (model.zero_grad if seed else clear_some)()
         gradients(seed)
         assert [u.gradients.reduced.data_ptr() for u in engine.units] == memory

@@ -1,5 +1,5 @@
-"""What people hang on parameters and do within backward: gradient hooks of their own, a backward
-that raises before another, an optimizer's step. One process is the reference."""
+"""User hooks on parameters, backwards that raise, and steps within backward. The reference is one
+process."""
 
 from __future__ import annotations
 
@@ -116,16 +116,16 @@ LOOPS: list[Loop] = [
 
 
 @pytest.mark.parametrize(
-    ("stage", "apart"), [(0, False), (1, False), (2, True), (3, False), (3, True)]
+    ("stage", "offloads"), [(0, False), (1, False), (2, True), (3, False), (3, True)]
 )
 @pytest.mark.parametrize("at", range(len(LOOPS)), ids=[f.__name__ for f in LOOPS])
 @on_ranks(2)
-def test_gradients_are_those_of_one_process(
-    comm: Communicator, stage: int, apart: bool, at: int
+def test_hooks_and_errors_give_the_gradients_of_one_process(
+    comm: Communicator, stage: int, offloads: bool, at: int
 ) -> None:
     loop = LOOPS[at]
     model, twin = net(), net()
-    offload = Offload(parameters=stage == 3, optimizer=True) if apart else None
+    offload = Offload(parameters=stage == 3, optimizer=True) if offloads else None
     engine = ringdp.shard(model, stage=stage, offload=offload, comm=comm)
     try:
         loop(model, list(model.parameters()))
@@ -137,8 +137,8 @@ def test_gradients_are_those_of_one_process(
 
 @pytest.mark.parametrize("stage", range(4))
 @on_ranks(2)
-def test_a_reduction_in_flight_ends_before_a_close(comm: Communicator, stage: int) -> None:
-    """Rank 1 comes to it when rank 0, which has started it, has closed but for this."""
+def test_closing_waits_for_a_reduction_in_flight(comm: Communicator, stage: int) -> None:
+    """Rank 1 reaches the reduction when rank 0, which started it, is already closing."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(800, 800)) for _ in range(3)))
     x = torch.ones(1, 800)
     engine = ringdp.shard(model, stage=stage, comm=comm)
@@ -159,8 +159,8 @@ def test_a_reduction_in_flight_ends_before_a_close(comm: Communicator, stage: in
 
 @pytest.mark.parametrize("stage", range(4))
 @on_ranks(2)
-def test_what_an_abort_has_ended_a_close_does_not_wait_for(comm: Communicator, stage: int) -> None:
-    """Of a reduction that rank 0 does not come to."""
+def test_closing_after_an_abort_does_not_wait(comm: Communicator, stage: int) -> None:
+    """Rank 0 never reaches the reduction."""
     with comm.duplicate() as other:
         model = net()
         engine = ringdp.shard(model, stage=stage, comm=other)

@@ -1,4 +1,5 @@
-"""Copies between a GPU and the host: beside the GPU's work, and over before the host needs them."""
+"""Copies between a GPU and the host run concurrently with the GPU's work, and end before the host
+reads them."""
 
 from __future__ import annotations
 
@@ -29,17 +30,18 @@ class Bucket:
         return self
 
 
-def go_to(monkeypatch: pytest.MonkeyPatch, events: list[str]) -> None:
-    """Copies do, to a stream that says when it is waited for."""
+def record_copies(monkeypatch: pytest.MonkeyPatch, events: list[str]) -> None:
+    """Sends copies to a stream that records when it is waited for."""
     streams = {Bucket.device: Stream(events)}
     monkeypatch.setattr(torch.cuda, "current_stream", streams.__getitem__)
 
 
 def test_only_the_end_of_backward_waits_for_copies_to_the_host(monkeypatch: pytest.MonkeyPatch):
-    """Else the GPU would run dry after every unit, since the host launches nothing meanwhile."""
+    """Otherwise the GPU would idle after every unit, as the host launches nothing while it
+    waits."""
     events = list[str]()
     bucket = Bucket()
-    go_to(monkeypatch, events)
+    record_copies(monkeypatch, events)
     work = SimpleNamespace(wait=lambda: None)
     comm: Any = SimpleNamespace(reduce_scatter=lambda *_, **__: work)
     ledger: Any = SimpleNamespace(give=lambda *_: None)
@@ -56,8 +58,8 @@ def test_only_the_end_of_backward_waits_for_copies_to_the_host(monkeypatch: pyte
     assert events == ["copied", "copied", "the host waits"]
 
 
-def gathered_from_the_host() -> Any:
-    """The stream that reads a unit's master there, as its gather says."""
+def gather_from_the_host() -> Any:
+    """The stream that reads a unit's master on the host, as recorded by its gather."""
     copied = SimpleNamespace(copy_=lambda _, non_blocking: None)
     unit: Any = SimpleNamespace(
         state=State.SHARDED,
@@ -78,9 +80,10 @@ def gathered_from_the_host() -> Any:
 
 
 def test_a_step_waits_for_gathers_that_read_its_masters(monkeypatch: pytest.MonkeyPatch):
-    """As those of an evaluation between backward and step: the host is ahead of its GPU."""
+    """For instance gathers of an evaluation between backward and step, when the host is ahead of
+    its GPU."""
     events = list[str]()
-    go_to(monkeypatch, events)
+    record_copies(monkeypatch, events)
     with ringdp.init() as comm:
         model = torch.nn.Linear(4, 4)
         engine = ringdp.shard(model, stage=3, comm=comm)
@@ -88,7 +91,7 @@ def test_a_step_waits_for_gathers_that_read_its_masters(monkeypatch: pytest.Monk
         optimizer.register_step_pre_hook(lambda *_: events.append("the step"))
         model(torch.ones(4)).sum().backward()
         unit: Any = engine.units[0]
-        unit.reader = gathered_from_the_host()
+        unit.reader = gather_from_the_host()
         optimizer.step()
         engine.close()
     assert events == ["the host waits", "the step"]

@@ -1,4 +1,4 @@
-"""`initialize` as DeepSpeed's users call it; how it trains is in test_fronts."""
+"""`initialize` in the ways DeepSpeed's users call it. (Equal losses are tested in test_fronts.)"""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 import ringdp
 from ringdp import Communicator, Offload
 from ringdp.parallel import fronts
-from tests.parallel.small import batch, net, whole
+from tests.parallel.small import batch, net, whole_parameters
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
@@ -29,15 +29,15 @@ NAMED = SIZED | {"optimizer": {"type": "Adam", "params": {"lr": LR, "betas": [*B
 ADAM = partial(ringdp.AdamW, lr=LR, betas=BETAS, weight_decay=0.0)
 
 
-def trained(engine: Any, *steps: int) -> list[Tensor]:
+def train(engine: Any, *steps: int) -> list[Tensor]:
     for step in steps:
         engine.backward(engine(batch(step)).square().mean())
         engine.step()
-    return whole(engine.engine)
+    return whole_parameters(engine.engine)
 
 
 @on_ranks(2)
-def test_a_call_as_of_deepspeed_does_the_same_in_every_form(
+def test_config_and_optimizer_can_be_given_in_every_form(
     comm: Communicator, tmp_path: Path
 ) -> None:
     file = tmp_path / f"{comm.rank}.json"
@@ -59,7 +59,7 @@ def test_a_call_as_of_deepspeed_does_the_same_in_every_form(
             )
             assert (loader, scheduler) == (None, None)
             assert optimizer is engine.optimizer
-            values = trained(engine, 0, 1, 2)
+            values = train(engine, 0, 1, 2)
             assert all(map(torch.equal, values, expected or values))
             expected = values
             engine.engine.close()
@@ -76,7 +76,7 @@ def test_a_call_as_of_deepspeed_does_the_same_in_every_form(
         ({"type": "SGD", "params": {"lr": 0.5, "weight_decay": 0.25}}, torch.optim.SGD, 0.25),
     ],
 )
-def test_the_configs_optimizer_is_deepspeeds(section, kind, decay):
+def test_optimizers_of_a_config_are_deepspeeds(section, kind, decay):
     model = net()
     engine, optimizer, *_ = fronts.initialize(
         model=model, model_parameters=[model[1][0].weight], config=SIZED | {"optimizer": section},
@@ -89,7 +89,7 @@ def test_the_configs_optimizer_is_deepspeeds(section, kind, decay):
     engine.engine.close()
 
 
-# Of DeepSpeed's tutorials, with what they say of what is not on.
+# From DeepSpeed's tutorials, with the defaults of features that are off.
 TUTORIAL: dict[str, Any] = {
     "steps_per_print": 2,
     "prescale_gradients": False,
@@ -129,7 +129,7 @@ TUTORIAL: dict[str, Any] = {
 }
 
 
-def test_what_a_config_says_beside_what_is_done_may_be_there(capsys):
+def test_settings_of_unused_features_are_accepted(capsys):
     engine, *_ = fronts.initialize(model=net(), config=NAMED | TUTORIAL, comm=ringdp.init())
     assert (engine.scaler.current, engine.scaler.hysteresis) == (2.0**15, 3)
     for number in range(4):
@@ -141,29 +141,29 @@ def test_what_a_config_says_beside_what_is_done_may_be_there(capsys):
 
 
 @pytest.mark.parametrize("half", [{"loss_scale": 0.5}, {"enabled": False, "min_loss_scale": 4}])
-def test_a_scale_that_stays_is_not_bound_by_the_least(half):
+def test_a_fixed_loss_scale_may_be_below_the_minimum(half):
     config = NAMED | {"fp16": {"enabled": True} | half}
     engine, *_ = fronts.initialize(model=net(), config=config, comm=ringdp.init())
     assert engine.scaler.current == half.get("loss_scale", 1.0)
     engine.engine.close()
 
 
-def test_groups_of_parameters_keep_their_options():
+def test_parameter_groups_keep_their_options():
     model = net()
     first, *others = model.parameters()
     engine, optimizer, *_ = fronts.initialize(
         model=model, config=NAMED | {"zero_optimization": {"stage": 3}}, comm=ringdp.init(),
         model_parameters=[{"params": iter([first]), "lr": 0.0}, {"params": others}],
     )  # fmt: skip
-    before = whole(engine.engine)
-    after = trained(engine, 0)
+    before = whole_parameters(engine.engine)
+    after = train(engine, 0)
     assert [group["lr"] for group in optimizer.param_groups] == [0.0, LR]
     assert [torch.equal(a, b) for a, b in zip(before, after, strict=True)] == [True, *[False] * 5]
     engine.engine.close()
 
 
 def falling(optimizer: torch.optim.Optimizer) -> MultiStepLR:
-    return MultiStepLR(optimizer, range(1, 9), gamma=0.5)  # its state is not JSON as it is
+    return MultiStepLR(optimizer, range(1, 9), gamma=0.5)  # its state must be converted to JSON
 
 
 @on_ranks(2)
@@ -173,26 +173,26 @@ def test_a_scheduler_steps_with_the_optimizer_and_is_saved(
     half = {"fp16": {"enabled": True, "initial_scale_power": 4}}
     config = NAMED | half | {"gradient_accumulation_steps": 2}
 
-    def made(**given: Any) -> Any:
+    def make_engine(**given: Any) -> Any:
         engine, _, _, scheduler = fronts.initialize(model=net(), config=config, comm=comm, **given)
         assert engine.lr_scheduler is scheduler
         return engine
 
-    engine = made(lr_scheduler=falling)
-    trained(engine, 0)
+    engine = make_engine(lr_scheduler=falling)
+    train(engine, 0)
     assert engine.get_lr() == [LR]
-    trained(engine, 1)
+    train(engine, 1)
     assert engine.get_lr() == [LR / 2]
     for step in (2, 3):
         engine.backward(engine(batch(step)).square().mean() * float("inf"))
         engine.step()
-    assert (engine.skipped_steps, engine.get_lr()) == (1, [LR / 2])  # as no rank has stepped
+    assert (engine.skipped_steps, engine.get_lr()) == (1, [LR / 2])  # no rank has stepped
     engine.save_checkpoint(tmp_path)
-    expected = trained(engine, 4, 5, 6, 7)
-    other, without = made(lr_scheduler=falling), made()
+    expected = train(engine, 4, 5, 6, 7)
+    other, without = make_engine(lr_scheduler=falling), make_engine()
     for loaded in (other, without):
         loaded.load_checkpoint(tmp_path)
-    assert all(map(torch.equal, trained(other, 4, 5, 6, 7), expected))
+    assert all(map(torch.equal, train(other, 4, 5, 6, 7), expected))
     assert other.get_lr() == engine.get_lr() == [LR / 8]
     assert other.lr_scheduler.state_dict() == engine.lr_scheduler.state_dict()
     without.save_checkpoint(tmp_path, "without")
@@ -202,7 +202,7 @@ def test_a_scheduler_steps_with_the_optimizer_and_is_saved(
         each.engine.close()
 
 
-def test_auto_is_what_is_known_without_hugging_faces_trainer():
+def test_auto_values_are_chosen_without_hugging_face():
     sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     tuned = (
         "reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold",
@@ -215,20 +215,20 @@ def test_auto_is_what_is_known_without_hugging_faces_trainer():
     }  # fmt: skip
     engine, *_ = fronts.initialize(model=net(), config=config, comm=ringdp.init())
     assert (engine.batches.micro, engine.batches.accumulation) == (4, 1)
-    trained(engine, 0, 1, 2)
+    train(engine, 0, 1, 2)
     assert engine.get_lr() == pytest.approx([LR])
     engine.engine.close()
 
 
 @pytest.mark.parametrize("section", [{}, {"bf16": {"enabled": True}}])
-def test_gradients_travel_in_the_dtype_that_a_config_says(section):
+def test_gradients_are_reduced_in_communication_data_type(section):
     config = NAMED | section | {"communication_data_type": "fp16"}
     engine, *_ = fronts.initialize(model=net(), config=config, comm=ringdp.init())
     assert engine.engine.units[-1].dtypes.reduce is torch.float16
     engine.engine.close()
 
 
-def test_host_memory_is_pinned_unless_a_config_says_not(monkeypatch):
+def test_host_memory_is_pinned_unless_the_config_disables_it(monkeypatch):
     offload = {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": False}}
     config = NAMED | {"zero_optimization": offload}
     engine, *_ = fronts.initialize(model=net(), config=config, comm=ringdp.init())
@@ -236,11 +236,11 @@ def test_host_memory_is_pinned_unless_a_config_says_not(monkeypatch):
     engine.engine.close()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert Offload(pin=False).empty(3, torch.float32).shape == (3,)
-    with pytest.raises(RuntimeError):  # as there is none
+    with pytest.raises(RuntimeError):  # there is no GPU
         Offload().empty(3, torch.float32)
 
 
-def test_a_scheduler_may_be_of_an_optimizer_that_is_given():
+def test_a_scheduler_of_a_given_optimizer_is_accepted():
     model = net()
     optimizer = ADAM(model.parameters())
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
@@ -256,7 +256,7 @@ def test_a_scheduler_may_be_of_an_optimizer_that_is_given():
 
 
 @on_ranks(2)
-def test_training_data_is_shared_out_in_micro_batches(comm: Communicator) -> None:
+def test_training_data_is_distributed_in_micro_batches(comm: Communicator) -> None:
     rows = TensorDataset(torch.arange(12))
     engine, _, loader, _ = fronts.initialize(
         model=net(), config=NAMED, training_data=rows, comm=comm,

@@ -1,4 +1,4 @@
-"""What `initialize` and its config refuse, and what raises in it: the model stays as it was."""
+"""Wrong configs and arguments of `initialize`, and errors raised in it: the model is unchanged."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from ringdp import UsageError
 from ringdp.parallel import fronts
 from ringdp.parallel.fronts.deepspeed_config import AUTO, KEYS, read
 from tests.parallel.small import batch, net
-from tests.parallel.test_initialize import ADAM, NAMED, SIZED, falling, trained
+from tests.parallel.test_initialize import ADAM, NAMED, SIZED, falling, train
 
 # ---- the config
 
 
-def test_what_a_file_says_is_told_as_what_a_mapping_says(tmp_path):
+def test_errors_in_a_config_file_are_those_of_a_mapping(tmp_path):
     file = tmp_path / "ds.json"
-    for text, said in (
+    for text, message in (
         ('{"nothing": 1}', "^config: nothing is not implemented"),
         ("[]", r"^config is \[\]; allowed: a section with"),
         ("{", "^config '.*ds.json' cannot be read as JSON: Expecting"),
     ):
         file.write_text(text, encoding="utf-8")
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(UsageError, match=message):
             read(file)
 
 
@@ -59,14 +59,14 @@ def test_an_unknown_key_is_an_error_at_every_depth(section, unknown):
 
 @pytest.mark.parametrize("section", SECTIONS[1:])
 @pytest.mark.parametrize("wrong", [True, 3, "cpu", []])
-def test_a_section_is_a_section(section, wrong):
+def test_a_section_must_be_a_mapping(section, wrong):
     where = ".".join(("config", *section))
     with pytest.raises(UsageError, match=f"^{where} is .*; allowed: a section with"):
         read(nested(section, wrong))
 
 
 def leaves(keys: dict[str, Any], section: tuple[str, ...] = ()) -> list[tuple[Any, Any]]:
-    """Every key that there is, with its section."""
+    """All keys, with their section."""
     return [
         found
         for name, key in keys.items()
@@ -77,7 +77,7 @@ def leaves(keys: dict[str, Any], section: tuple[str, ...] = ()) -> list[tuple[An
 
 
 @pytest.mark.parametrize(("place", "key"), leaves(KEYS), ids=str)
-def test_a_value_is_of_its_keys_kind(place, key):
+def test_values_of_wrong_types_are_refused(place, key):
     for wrong in (
         *["auto"] * (place[-1] not in AUTO),
         [],
@@ -99,7 +99,7 @@ class Stream(IterableDataset[int]):
         return iter(range(3))
 
 
-def stepped() -> tuple[Any, torch.optim.Optimizer]:
+def stepped_optimizer() -> tuple[Any, torch.optim.Optimizer]:
     model = net()
     optimizer = ADAM(model.parameters())
     model(batch()).mean().backward()
@@ -112,7 +112,7 @@ def config(**values: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"model": None}, "initialize takes a module; this is a NoneType"),
         ({"model": torch.nn.Identity()}, "the model has no parameter"),
@@ -130,7 +130,10 @@ def config(**values: Any) -> dict[str, Any]:
         ({"optimizer": ADAM(net().parameters())}, "is not one of the model's parameters"),
         ({"model_parameters": net().parameters()}, "is not one of the model's parameters"),
         ({"model_parameters": [("name", 3)]}, "step a tuple that is not one of"),
-        (dict(zip(("model", "optimizer"), stepped(), strict=True)), "has state of whole parameter"),
+        (
+            dict(zip(("model", "optimizer"), stepped_optimizer(), strict=True)),
+            "has state of whole parameter",
+        ),
         ({"config": SIZED | {"optimizer": {"type": "OneBitAdam"}}}, "'OneBitAdam'; allowed: Adam"),
         (
             {"config": SIZED | {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}},
@@ -184,16 +187,16 @@ def config(**values: Any) -> dict[str, Any]:
         ),
     ],
 )
-def test_what_is_not_done_is_told_and_the_model_stays_as_it_was(given, said):
+def test_wrong_arguments_are_refused_and_leave_the_model_unchanged(given, message):
     comm, model = ringdp.init(), net()
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         fronts.initialize(**({"model": model, "config": NAMED, "comm": comm} | given))
     engine, *_ = fronts.initialize(model=model, config=NAMED, comm=comm)
-    trained(engine, 0)
+    train(engine, 0)
     engine.engine.close()
 
 
-def test_what_the_users_own_code_raises_leaves_the_model_as_it_was():
+def test_errors_of_user_code_leave_the_model_unchanged():
     def raises(_: object) -> Any:
         raise KeyError("mine")
 

@@ -1,5 +1,5 @@
-"""Lists and dicts that a module is passed and puts something into, as blocks do with auxiliary
-losses, where their tensors are cast. One process is the reference."""
+"""Lists and dicts passed to a module, which puts something into them, such as an auxiliary loss,
+while their tensors are cast. The reference is one process."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import ringdp
 from ringdp import Communicator, DistributedDataParallel, Precision
 from ringdp.parallel.values.inputs import cast, give_back
 from tests.parallel.ddp_cases import gloo
-from tests.parallel.small import APART, WIDTH, assert_equal, batch
+from tests.parallel.small import COMPUTE_IN_FLOAT64, WIDTH, assert_equal, batch
 from tests.ranks import on_ranks
 
 
-def test_what_is_put_into_copies_comes_to_the_originals():
+def test_changes_of_copies_are_made_to_the_originals():
     inner = ["float"]
     items = {"a": "float", "b": "int", "inner": inner}
     copied = {"a": "cast", "b": "int", "inner": ["cast"]}
@@ -35,7 +35,8 @@ def test_what_is_put_into_copies_comes_to_the_originals():
 
 
 class Block(nn.Module):
-    """Its loss is made of its weights after what it returns: its backward comes first."""
+    """Its loss is computed from its weights after its output, so the loss's backward comes
+    first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,13 +80,13 @@ def call(model: nn.Module) -> Tensor:
 
 @pytest.mark.process
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
-@pytest.mark.parametrize("precision", [None, APART], ids=["as built", "cast"])
+@pytest.mark.parametrize("precision", [None, COMPUTE_IN_FLOAT64], ids=["as built", "cast"])
 @pytest.mark.parametrize("stage", range(4))
 @on_ranks(2)
-def test_losses_in_a_list_train(
+def test_losses_in_a_list_are_trained(
     comm: Communicator, stage: int, precision: Precision | None, checkpointed: bool
 ) -> None:
-    """FSDP's casts lose them; and in stage 3 their backward had no weights."""
+    """FSDP's casts lose such losses; in stage 3 their backward needs gathered weights."""
     model, twin = Net(checkpointed=checkpointed), Net(checkpointed=False)
     engine = ringdp.shard(
         model, stage=stage, precision=precision, unit=Block, prefetch_bytes=0, comm=comm
@@ -102,13 +103,13 @@ def test_losses_in_a_list_train(
 
 @pytest.mark.process
 @on_ranks(1)
-def test_of_ddp_too(comm: Communicator) -> None:
+def test_losses_in_a_list_are_kept_by_ddp(comm: Communicator) -> None:
     gloo()
     precision = _MixedPrecision(param_dtype=torch.bfloat16)
     call(DistributedDataParallel(Net(checkpointed=False), mixed_precision=precision)).backward()
 
 
-class Raises(nn.Linear):
+class RaisesOnce(nn.Linear):
     def forward(self, x: Tensor, seen: list[Any]) -> Tensor:
         seen.append("seen")
         if len(seen) == 2:
@@ -118,8 +119,10 @@ class Raises(nn.Linear):
 
 @pytest.mark.process
 @on_ranks(1)
-def test_a_forward_that_raises_gives_back_what_it_has_put_in(comm: Communicator) -> None:
-    engine = ringdp.shard(model := Raises(WIDTH, 1), stage=3, precision=APART, comm=comm)
+def test_a_forward_that_raises_gives_back_its_changes(comm: Communicator) -> None:
+    engine = ringdp.shard(
+        model := RaisesOnce(WIDTH, 1), stage=3, precision=COMPUTE_IN_FLOAT64, comm=comm
+    )
     seen = [batch()]
     with pytest.raises(ValueError, match="a second one"):
         model(batch(), seen)
@@ -129,7 +132,7 @@ def test_a_forward_that_raises_gives_back_what_it_has_put_in(comm: Communicator)
     engine.close()
 
 
-def test_one_list_in_two_places_is_one_list_within():
+def test_one_list_in_two_places_is_copied_once():
     losses = [batch().double()]
     given = (losses, {"again": losses}), {}
     passed = cast(given, torch.float32)
@@ -141,22 +144,22 @@ def test_one_list_in_two_places_is_one_list_within():
     assert losses[1:] == ["a", "b"]
 
 
-def test_what_is_cast_and_dropped_is_no_other_object_later():
+def test_reused_addresses_of_dropped_casts_are_not_confused():
     given = ([batch().double(), batch().double()],)
     passed = cast(given, torch.float32)
     back = give_back(given, passed)
     (inner,) = passed
     del passed
     for i in range(2):
-        inner[i] = None  # what is new then gets the address of what went
+        inner[i] = None  # a new object may then get the address of a deleted one
         inner.append(torch.zeros(4, WIDTH))
     new = inner[2:]
     back()
     assert all(a is b for a, b in zip(given[0][2:], new, strict=True))
 
 
-class Recurses(nn.Module):
-    """Puts a loss into a list, and keeps one, before it calls itself."""
+class Recursive(nn.Module):
+    """Puts one loss into a list and keeps another, before it calls itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,16 +176,14 @@ class Recurses(nn.Module):
 @pytest.mark.process
 @pytest.mark.parametrize("stage", range(4))
 @on_ranks(2)
-def test_a_unit_that_calls_itself_leaves_losses_at_every_depth(
-    comm: Communicator, stage: int
-) -> None:
+def test_a_recursive_unit_can_leave_losses_at_every_depth(comm: Communicator, stage: int) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(Recurses())
+    model = nn.Sequential(Recursive())
     twin = copy.deepcopy(model)
-    engine = ringdp.shard(model, stage=stage, unit=Recurses, prefetch_bytes=0, comm=comm)
+    engine = ringdp.shard(model, stage=stage, unit=Recursive, prefetch_bytes=0, comm=comm)
     for one in (model, twin):
         losses: list[Any] = []
-        losses.append(losses)  # in itself
+        losses.append(losses)  # the list contains itself
         one[0](batch(), losses)
         (torch.stack(losses[1:]).sum() + torch.stack(one[0].kept).sum()).backward()
         torch.optim.SGD(one.parameters(), lr=0.1).step()

@@ -1,4 +1,5 @@
-"""Layouts: ranks' slices cover each parameter once, in order; they and the shards are aligned."""
+"""Layouts: ranks' slices cover each parameter once and in order; parameters and shards are
+aligned."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def test_slices_cover_every_parameter_once_and_in_order(sizes, ranks):
 
 
 @given(SIZES, st.integers(1, 9))
-def test_parameters_and_shards_are_aligned_with_no_more_padding_than_that_takes(sizes, ranks):
+def test_parameters_and_shards_are_aligned_with_minimal_padding(sizes, ranks):
     for unit, elements in zip(plan(sizes, ranks), sizes, strict=True):
         assert unit.elements == sum(elements)
         assert all(e.offset % ALIGNMENT == 0 for e in unit.entries)
@@ -61,7 +62,7 @@ def test_owned_parts_are_the_nonempty_slices(sizes, ranks):
         assert sum(map(sum, owned)) == sum(elements)
 
 
-def test_a_drawn_example():
+def test_a_worked_example():
     (unit,) = plan([[20, 0, 5, 40]], ranks=2)
     assert [e.offset for e in unit.entries] == [0, 32, 32, 48]
     assert unit.gaps == [(20, 32), (37, 48), (88, 96)]
@@ -74,13 +75,12 @@ def test_a_drawn_example():
 @pytest.mark.process
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @on_ranks(2)
-def test_parameters_of_odd_sizes_train_to_the_bits_of_a_model_of_its_own(
-    comm: Communicator, stage: int
-):
-    """A library's product of matrices has other bits where one of them begins between cache lines:
-    without alignment those of a quarter of such layers in float64, by the biases before them."""
+def test_odd_sizes_train_to_the_bits_of_an_unsharded_model(comm: Communicator, stage: int):
+    """Matrix products may have other bits if a matrix does not begin at a cache line: without
+    alignment that affects a quarter of such layers in float64, depending on the biases before
+    them."""
 
-    def made() -> nn.Module:
+    def make() -> nn.Module:
         torch.manual_seed(0)
         widths = (42, 3, 42, 260, 44)
         unit = nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(widths)))
@@ -94,7 +94,7 @@ def test_parameters_of_odd_sizes_train_to_the_bits_of_a_model_of_its_own(
             model(torch.randn(17, 42, dtype=torch.float64)).square().mean().backward()
             optimizer.step()
 
-    alone, sharded = made(), made()
+    alone, sharded = make(), make()
     engine = ringdp.shard(sharded, stage=stage, comm=comm)
     train(alone)
     train(sharded)

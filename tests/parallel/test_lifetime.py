@@ -1,5 +1,5 @@
-"""What lives how long: the ledger equals the storages that exist, collectives are issued ahead of
-need, and any optimizer's state goes with its slices."""
+"""Lifetimes: the ledger equals the storages that exist, collectives are issued ahead of need, and
+any optimizer's state is sharded with its slices."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ pytestmark = pytest.mark.process
 
 
 def storages() -> dict[int, int]:
-    """Address -> bytes of every storage of floats that Python can reach (a communicator's own
-    tensor, that of its barrier, is an int32)."""
+    """Address -> bytes of every storage of floats that Python can reach. (A communicator's own
+    tensor, for barriers, is int32.)"""
     gc.collect()
     tensors = [o for o in gc.get_objects() if issubclass(type(o), Tensor)]
     live = [t for t in tensors if t.is_floating_point()]
@@ -33,7 +33,8 @@ def storages() -> dict[int, int]:
 
 
 def live_bytes(comm: Communicator, stage: int, name: str) -> list[tuple[int, int]]:
-    """(what exists, what the ledger says) at rest after each step, and after closing whole."""
+    """(bytes that exist, bytes in the ledger), at rest after each step, and after closing with full
+    parameters."""
     before = storages()
 
     def new() -> int:
@@ -59,14 +60,14 @@ def live_bytes(comm: Communicator, stage: int, name: str) -> list[tuple[int, int
 
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("name", ["tied", "unequal"])
-def test_the_ledger_is_what_lives(ranks, stage, name):
+def test_the_ledger_equals_the_storages_that_exist(ranks, stage, name):
     for seen in ranks(3)(live_bytes, stage, name):
         for found, counted in seen:
             assert found == counted
 
 
 def peaks(comm: Communicator, stage: int, name: str) -> list[tuple[int, int]]:
-    """(peak, bound) of gathered units, and of these and buckets, while gradients accumulate."""
+    """(peak, bound) for gathered units and for buckets, and for both while gradients accumulate."""
     torch.manual_seed(0)
     engine = ringdp.shard(model := CASES[name].make(), stage=stage, comm=comm)
     for _ in range(3):
@@ -74,7 +75,7 @@ def peaks(comm: Communicator, stage: int, name: str) -> list[tuple[int, int]]:
     root, *sizes = [u.bytes for u in engine.units]
     peak, most = engine.ledger.peak, max(sizes)
     engine.close()
-    # A unit whose backward does not end, or ends after another's, keeps its bucket meanwhile.
+    # A unit whose backward does not end, or ends after another unit's, keeps its bucket longer.
     longer = most if name in ("unused part of a unit", "called twice") else 0
     return [
         (peak["gathered"], root + 2 * most),
@@ -92,17 +93,19 @@ def test_peaks_are_two_units_and_one_bucket_in_any_loop(ranks, name):
 
 @pytest.mark.parametrize("stage", range(4))
 @on_ranks(2)
-def test_a_model_closed_whole_is_an_ordinary_one(comm: Communicator, stage: int) -> None:
-    """Closed within full_parameters the model is an ordinary one; the engine goes."""
+def test_a_model_closed_with_full_parameters_is_an_ordinary_one(
+    comm: Communicator, stage: int
+) -> None:
+    """Closed within full_parameters, the model is an ordinary one, and the engine is freed."""
     model, twin = net(), net()
     engine = ringdp.shard(model, stage=stage, comm=comm)
     with engine.full_parameters(), engine.full_parameters():
         engine.close()
-    engine.close()  # twice is once
-    gone = weakref.ref(engine)
+    engine.close()  # closing twice is harmless
+    reference = weakref.ref(engine)
     del engine
     gc.collect()
-    assert gone() is None
+    assert reference() is None
     for m in (model, twin):
         m.zero_grad()
         loss(m(batch())).backward()
@@ -120,7 +123,7 @@ def test_a_model_closed_whole_is_an_ordinary_one(comm: Communicator, stage: int)
 def test_a_model_closed_in_stage_0_is_an_ordinary_one(
     comm: Communicator, param: torch.dtype | None, aborted: bool
 ) -> None:
-    """In whatever dtype it computes, amid an iteration, and after an abort."""
+    """Whatever dtype it computes in, in the middle of an iteration, and after an abort."""
     model = net()
     with comm.duplicate() as other:
         engine = ringdp.shard(model, stage=0, precision=ringdp.Precision(param), comm=other)
@@ -134,23 +137,23 @@ def test_a_model_closed_in_stage_0_is_an_ordinary_one(
 
 @pytest.mark.parametrize("stage", range(4))
 @on_ranks(2)
-def test_an_engine_goes_with_a_model_that_keeps_what_it_returned(
+def test_an_engine_is_freed_although_the_model_keeps_its_output(
     comm: Communicator, stage: int
 ) -> None:
     engine = ringdp.shard(CASES["left in an attribute"].make(), stage=stage, comm=comm)
     engine.model(batch())
     engine.close()
-    gone = weakref.ref(engine)
+    reference = weakref.ref(engine)
     del engine
     gc.collect()
-    assert gone() is None
+    assert reference() is None
 
 
 # ---- order
 
 
 class Recorder:
-    """Stands before a communicator and notes what is issued."""
+    """Wraps a communicator and records the collectives issued."""
 
     def __init__(self, comm: Communicator, events: list[tuple[str, int]]) -> None:
         self.comm, self.events = comm, events
@@ -163,10 +166,9 @@ class Recorder:
         return getattr(self.comm, name) if name in ("close", "ended", "size") else call
 
 
-def order(comm: Communicator, stage: int, keeps: bool) -> list[tuple[str, int]]:
-    """Collectives as issued, and each block's forward and the end of its backward, in step 2.
-
-    `keeps`: gradients of a backward before, too."""
+def issued_events(comm: Communicator, stage: int, keeps: bool) -> list[tuple[str, int]]:
+    """The collectives of the second step as issued, with each block's forward and the end of its
+    backward. `keeps`: there are also accumulated gradients of a backward before."""
     model = net()
     engine: Any = ringdp.shard(model, stage=stage, comm=comm)
     events: list[tuple[str, int]] = []
@@ -216,16 +218,16 @@ def test_a_root_without_parameters_has_no_collectives(comm: Communicator, stage:
 @pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("stage", range(4))
 def test_collectives_are_issued_ahead_of_need(ranks, stage, keeps):
-    events, other = ranks(2)(order, stage, keeps)
+    events, other = ranks(2)(issued_events, stage, keeps)
     assert events == other, "every rank issues the same in the same order"
     kind = "all_reduce" if stage == 0 else "reduce_scatter"
     assert [i for name, i in events if name == kind] == [3, 2, 1, 0]
-    for i in (3, 2):  # the reduction of one unit is under way while the one before computes
+    for i in (3, 2):  # a unit's reduction is in progress while the previous one computes
         assert events.index((kind, i)) < events.index(("backward", i - 1))
     gathers = [i for name, i in events if name == "all_gather"]
     assert gathers == [[], [0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3, 2, 1]][stage]
     if stage:
-        for i in (1, 2):  # the next unit comes in while this one computes
+        for i in (1, 2):  # the next unit is being gathered while this one computes
             assert events.index(("all_gather", i + 1)) < events.index(("forward", i))
     if stage == 3:
         backward = events[events.index(("forward", 3)) :]
@@ -252,7 +254,7 @@ def recipes(parameters: Any) -> list[torch.optim.Optimizer]:
     ]
 
 
-def optimized(comm: Communicator, stage: int) -> list[list[float]]:
+def train_with_all(comm: Communicator, stage: int) -> list[list[float]]:
     out = []
     for i in range(len(recipes(net().named_parameters()))):
         model = net()
@@ -273,5 +275,5 @@ def optimized(comm: Communicator, stage: int) -> list[list[float]]:
 
 
 def test_optimizers_groups_and_schedules_agree_in_all_stages(ranks):
-    runs = [ranks(3)(optimized, stage)[0] for stage in range(4)]
+    runs = [ranks(3)(train_with_all, stage)[0] for stage in range(4)]
     assert all(run == runs[0] for run in runs)

@@ -1,5 +1,5 @@
-"""What training loops do to an engine: every case gives the gradients of one process, the same bits
-in every stage on every rank, and leaves nothing gathered."""
+"""Training loops: every case gives the gradients of one process, the same bits in every stage on
+every rank, and leaves nothing gathered."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def model(case: Case, seed: int) -> nn.Module:
 
 
 def optimizer(net: nn.Module) -> torch.optim.Optimizer:
-    # Powers of two: in bfloat16 torch rounds `p - lr * g` by an element's place in the tensor.
+    # Powers of two: in bfloat16, torch's rounding of `p - lr * g` depends on an element's position.
     return torch.optim.SGD(net.parameters(), lr=2**-4, momentum=0.5)
 
 
@@ -45,9 +45,9 @@ def unchanged(net: nn.Module) -> list[Tensor]:
 
 
 def train(comm: Communicator, case: Case, stage: int, *, apart: bool = False) -> list[Tensor]:
-    """Every parameter after every step. `apart`: the modules compute with other parameters than
-    the optimizer steps, as in mixed precision."""
-    net = model(case, seed=comm.rank)  # rank 0's values must win
+    """Every parameter after every step. With `apart`, modules compute with other tensors than the
+    optimizer steps, as in mixed precision."""
+    net = model(case, seed=comm.rank)  # rank 0's values are broadcast
     offload = Offload(parameters=stage == 3, optimizer=True) if apart else None
     engine = ringdp.shard(net, stage=stage, unit=case.unit, offload=offload, comm=comm)
     try:
@@ -67,7 +67,7 @@ def train(comm: Communicator, case: Case, stage: int, *, apart: bool = False) ->
 
 
 def single(case: Case, ranks: int) -> list[Tensor]:
-    """The same in one process: the gradients of all ranks' batches, averaged."""
+    """The same in one process, with the averaged gradients of all ranks' batches."""
     net = model(case, seed=0)
     opt, out = optimizer(net), []
     for step in range(STEPS):
@@ -76,7 +76,7 @@ def single(case: Case, ranks: int) -> list[Tensor]:
             opt.zero_grad()
             calls = getattr(net, "calls", None)
             case.step(net, batches(case, step, rank))
-            if calls is not None and rank < ranks - 1:  # all ranks skip alike
+            if calls is not None and rank < ranks - 1:  # all ranks skip the same blocks
                 net.calls = calls
             for t, p in zip(total, net.parameters(), strict=True):
                 if p.grad is not None:
@@ -90,15 +90,15 @@ def single(case: Case, ranks: int) -> list[Tensor]:
 
 
 def all_stages(comm: Communicator, name: str) -> list[list[Any]]:
-    """As numbers: every tensor in a pipe would be a file of shared memory."""
+    """As numbers: every tensor sent through a pipe would take a shared-memory file."""
     case = CASES[name]
     runs = [train(comm, case, stage) for stage in range(4)]
     runs += [train(comm, case, 3, apart=True)] if comm.size == 2 else []
     return [[t.tolist() for t in run] for run in runs]
 
 
-# With three ranks one has parts that are cut at both ends, and an average is rounded.
-CUT = (
+# With three ranks some parts are cut at both ends, and averages are rounded.
+ON_THREE_RANKS = (
     *("chain", "nested units", "tied, micro-batches", "tiny", "one parameter", "unequal"),
     *("unused, micro-batches", "channels last", "float64", "bfloat16", "gradients assigned"),
     *("two forwards, called twice", "checkpoint of all, reentrant=True"),
@@ -106,16 +106,16 @@ CUT = (
 
 
 @pytest.mark.parametrize(
-    ("name", "n"), [*((name, 2) for name in CASES), *((name, 3) for name in CUT)]
+    ("name", "n"), [*((name, 2) for name in CASES), *((name, 3) for name in ON_THREE_RANKS)]
 )
-def test_a_loop_trains_as_one_process_does(ranks, name, n):
+def test_loops_train_as_in_one_process(ranks, name, n):
     found = ranks(n)(all_stages, name)
     bits = found[0][0]
     for rank, stages in enumerate(found):
         for stage, parameters in enumerate(stages):
             assert parameters == bits, f"run {stage}, rank {rank}"
-    # One process adds in another order: up to 3 ranks x 3 parts x ROWS products a gradient, behind
-    # sums over WIDTH in every layer, some 100 roundings of 2^-24 of what is about 1, in each step.
+    # One process adds in another order: up to 3 ranks x 3 parts x ROWS products per gradient, after
+    # sums over WIDTH in every layer, about 100 roundings of 2^-24 of values near 1 in each step.
     rtol, atol = (0.05, 0.05) if CASES[name].dtype is torch.bfloat16 else (1e-4, 2e-5)
     for numbers, exact in zip(bits, single(CASES[name], n), strict=True):
         mine = torch.tensor(numbers, dtype=exact.dtype).view_as(exact)

@@ -1,5 +1,6 @@
-"""DDP = stage 1 = 2 = 3, bit for bit, over ranks x overlap x bucket sizes x accumulation x clipping
-x precision: every pair of these meets in some row of the table. Bytes equal their formulas too."""
+"""DDP and stages 1 to 3 agree bit for bit, and bytes equal their formulas, over ranks x overlap x
+bucket sizes x accumulation x clipping x precision: every pair of values is in some row of the
+table."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ class Net(nn.Module):
 
 
 class Row(NamedTuple):
-    """`unit` sets the bucket size: a layer, a block, the whole model."""
+    """A combination of settings; `unit` (a layer, a block, the whole model) sets the bucket
+    size."""
 
     ranks: int
     overlap: bool
@@ -176,7 +178,7 @@ def ddp(comm: Communicator, row: Row) -> tuple[list[float], list[Tensor]]:
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_the_wrapper_gives_the_same_bits(ranks, n):
+def test_ddp_gives_the_bits_of_stage_3(ranks, n):
     row = Row(n, True, BLOCK, 3, True, None, FLOAT)
     stage_3 = ranks(n)(train, row, 3)
     for found, (losses, parameters) in zip(stage_3, ranks(n)(ddp, row), strict=True):

@@ -1,5 +1,7 @@
 """The formulas are ZeRO's closed forms (Rajbhandari et al. 2020, figure 1), in float32:
-16Ψ bytes, 8Ψ + 8Ψ/n, 4Ψ + 12Ψ/n and 16Ψ/n, with traffic of 2Ψ elements, and 3Ψ in stage 3."""
+
+16Ψ bytes, 8Ψ + 8Ψ/n, 4Ψ + 12Ψ/n and 16Ψ/n, with traffic of 2Ψ elements, and 3Ψ in stage 3.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ def alone(sizes):
 
 
 def total(stage, ranks, sizes):
-    """Bytes of states, without the named gather and bucket terms; exact where nothing is padded."""
+    """Bytes of states without the gather and bucket terms; exact if nothing is padded."""
     found = formula(
         plan(sizes, ranks),
         alone(sizes),
@@ -64,7 +66,7 @@ def test_traffic_is_two_psi_and_three_in_stage_3(blocks, n):
             for s in STAGES
         ]
 
-    def once(units):  # what is not freed between forward and backward
+    def once(units):  # units that are not freed between forward and backward
         return 4 * (n - 1) * sum(sizes[u] for u in units) // n
 
     assert sent(0) == [2 * share] * 3 + [3 * share - once([0])]
@@ -74,7 +76,7 @@ def test_traffic_is_two_psi_and_three_in_stage_3(blocks, n):
 
 
 @given(st.lists(st.integers(0, 999), min_size=1, max_size=5), st.integers(1, 9))
-def test_the_ranks_optimizers_hold_every_element_once(sizes, n):
+def test_the_optimizers_of_all_ranks_hold_each_element_once(sizes, n):
     for stage in STAGES[1:]:
         ranks = [
             formula(
@@ -92,7 +94,7 @@ def test_the_ranks_optimizers_hold_every_element_once(sizes, n):
         assert sum(ranks) == 8 * sum(sizes)
 
 
-def test_a_ledger_keeps_the_peak():
+def test_a_ledger_records_the_peak():
     ledger = Ledger(ringdp.init(), torch.device("cpu"))
     ledger.take("buckets", 5)
     ledger.take("buckets", 7)
@@ -112,7 +114,7 @@ def test_an_optimizers_state_is_counted_in_bytes():
     assert state_bytes(adam.state.values()) == 2 * 40 + 4
 
 
-def test_the_table_of_stages_shards_one_thing_more_in_each():
+def test_each_stage_shards_one_more_kind_of_state():
     kept = [(s.optimizer, s.gradients, s.parameters) for s in STAGES]
     assert kept == [tuple([Keep.SHARD] * i + [Keep.FULL] * (3 - i)) for i in range(4)]
     assert [stage_of(i).number for i in range(4)] == [0, 1, 2, 3]

@@ -1,4 +1,4 @@
-"""What cannot be done to a sharded model, or with its optimizer: an error says it."""
+"""Misuse of a sharded model or its optimizer raises an error that says what is wrong."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from torch import nn
 
 import ringdp
 from ringdp import Communicator, UsageError
-from tests.parallel.small import APART, assert_equal, batch, loss, net
+from tests.parallel.small import COMPUTE_IN_FLOAT64, assert_equal, batch, loss, net
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
 
 class Adafactor(torch.optim.SGD):
-    """Another library's, as far as its name tells."""
+    """Has the name of another library's optimizer."""
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @on_ranks(2)
-def test_what_cannot_be_done_is_told(comm: Communicator, stage: int) -> None:
-    def refused(act: Callable[[], object], said: str) -> None:
-        with pytest.raises(UsageError, match=said):
+def test_unsupported_uses_are_refused(comm: Communicator, stage: int) -> None:
+    def refused(act: Callable[[], object], message: str) -> None:
+        with pytest.raises(UsageError, match=message):
             act()
 
     model = net()
@@ -59,10 +59,12 @@ def test_what_cannot_be_done_is_told(comm: Communicator, stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @on_ranks(2)
-def test_an_optimizer_of_passing_parameters_is_told(comm: Communicator, stage: int) -> None:
-    """Where others compute in their place, it trained nothing, without a word."""
+def test_an_optimizer_of_temporary_parameters_is_refused(comm: Communicator, stage: int) -> None:
+    """Where modules compute with other tensors, such an optimizer would train nothing."""
     model = net()
-    engine = ringdp.shard(model, stage=stage, unit=1 << 40, precision=APART, comm=comm)  # one unit
+    engine = ringdp.shard(
+        model, stage=stage, unit=1 << 40, precision=COMPUTE_IN_FLOAT64, comm=comm
+    )  # one unit
     value = loss(model)
     late = torch.optim.SGD(model.parameters(), lr=0.1)
     value.backward()
@@ -78,11 +80,11 @@ def test_an_optimizer_of_passing_parameters_is_told(comm: Communicator, stage: i
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @on_ranks(2)
-def test_a_loss_of_parameters_at_rest_is_told(comm: Communicator, stage: int) -> None:
-    """Where others compute in their place, their gradients were lost without a word."""
+def test_a_loss_of_parameters_outside_a_forward_is_refused(comm: Communicator, stage: int) -> None:
+    """Where modules compute with other tensors, these gradients would be lost."""
     model = net()
     parameters = list(model.parameters())
-    engine = ringdp.shard(model, stage=stage, precision=APART, comm=comm)
+    engine = ringdp.shard(model, stage=stage, precision=COMPUTE_IN_FLOAT64, comm=comm)
     value = loss(model)
     with pytest.raises(UsageError, match=r"\.0\.(weight|bias)"):
         (value + sum(p.square().sum() for p in parameters)).backward()
@@ -102,16 +104,16 @@ def test_a_loss_of_parameters_at_rest_is_told(comm: Communicator, stage: int) ->
     ],
     ids=["clip_grad_norm_", "LossScaler", "save", "load", "export"],
 )
-def test_a_model_is_no_engine(call):
+def test_a_model_in_place_of_an_engine_is_refused(call):
     with pytest.raises(UsageError, match=r"allowed: what ringdp\.shard returns"):
         call(nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @on_ranks(2)
-def test_ranks_with_different_models_are_told(comm: Communicator, stage: int) -> None:
-    """They trained one that no rank had, without a word."""
-    wide = nn.Linear(8, 8 + comm.rank)  # padded, both are of one size
+def test_different_models_on_the_ranks_are_refused(comm: Communicator, stage: int) -> None:
+    """Otherwise they would train a model that no rank has."""
+    wide = nn.Linear(8, 8 + comm.rank)  # both have the same size with padding
     named = nn.ParameterDict([(name, torch.ones(3)) for name in ("ab", "ba")[comm.rank]])
     alike = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
     models: list[tuple[nn.Module, Any, str]] = [
@@ -120,16 +122,15 @@ def test_ranks_with_different_models_are_told(comm: Communicator, stage: int) ->
         (alike, lambda m: m is alike[comm.rank], "'0.weight' with unit root on rank 1"),
     ]
     for model, unit, what in models:
-        told = f"(?s)shard expects same model across all ranks.*{what}"
-        with pytest.raises(ringdp.ModelError, match=told):
+        message = f"(?s)shard expects same model across all ranks.*{what}"
+        with pytest.raises(ringdp.ModelError, match=message):
             ringdp.shard(model, stage=stage, unit=unit, comm=comm)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @on_ranks(2)
-def test_gradients_and_states_of_before(comm: Communicator, stage: int) -> None:
-    """The first of them ended the backward in a RuntimeError of shapes, from stage 1 on; the state
-    goes on, in slices."""
+def test_gradients_and_states_from_before_shard_are_used(comm: Communicator, stage: int) -> None:
+    """Gradients and optimizer state from before `shard` are used on, as slices."""
     model, twin = net(), net()
     early = torch.optim.Adam(model.parameters())
     loss(model).backward()
@@ -145,8 +146,8 @@ def test_gradients_and_states_of_before(comm: Communicator, stage: int) -> None:
     engine.close()
 
 
-class Keeps(nn.Module):
-    """Its second layer's weight is the first's, where no module has registered it."""
+class KeepsInList(nn.Module):
+    """Its second layer uses the first one's weight through a list, where it is not registered."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,8 +160,10 @@ class Keeps(nn.Module):
 
 @pytest.mark.parametrize("stage", range(4))
 @on_ranks(1)
-def test_a_weight_that_a_module_keeps_in_a_list_is_told(comm: Communicator, stage: int) -> None:
-    engine = ringdp.shard(model := Keeps(), stage=stage, precision=APART, comm=comm)
+def test_a_weight_kept_in_a_list_is_refused(comm: Communicator, stage: int) -> None:
+    engine = ringdp.shard(
+        model := KeepsInList(), stage=stage, precision=COMPUTE_IN_FLOAT64, comm=comm
+    )
     why = "as it is at rest, where it computes in another dtype" if stage == 0 else "outside"
     for graph in (True, False):
         with torch.set_grad_enabled(graph), pytest.raises(UsageError, match=why) as error:

@@ -1,4 +1,4 @@
-"""What models do: meta device, LoRA, several dtypes, recurrent layers, weights used elsewhere, and
+"""Models on the meta device, with LoRA, several dtypes, recurrent layers or weights used elsewhere;
 writes under full_parameters."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def values(engine: ringdp.Engine) -> list[float]:
 
 @pytest.mark.parametrize("stage", [0, 3])
 @on_ranks(2)
-def test_a_meta_model_gets_its_values_unit_by_unit(comm: Communicator, stage: int) -> None:
+def test_a_meta_model_is_initialized_unit_by_unit(comm: Communicator, stage: int) -> None:
     with torch.device("meta"):
         model, twin = net(), net()
     held = list(model.parameters())
@@ -61,9 +61,9 @@ def test_a_meta_model_gets_its_values_unit_by_unit(comm: Communicator, stage: in
     fill.close()
 
     with torch.device("meta"):
-        recurrent = nn.Sequential(nn.LSTM(8, 8))
-    engine = ringdp.shard(recurrent, stage=stage, comm=comm)
-    recurrent(batch(0))[0].sum().backward()
+        train_recurrent = nn.Sequential(nn.LSTM(8, 8))
+    engine = ringdp.shard(train_recurrent, stage=stage, comm=comm)
+    train_recurrent(batch(0))[0].sum().backward()
     engine.close()
 
     class Bare(nn.Module):
@@ -80,7 +80,7 @@ class Stop(Exception):
 
 
 @on_ranks(1)
-def test_a_meta_model_becomes_real_where_its_communicator_moves_tensors(comm: Communicator) -> None:
+def test_a_meta_model_is_created_on_the_communicators_device(comm: Communicator) -> None:
     """`meta` stands for the device of a communicator over NCCL."""
     with torch.device("meta"):
         model = nn.Linear(2, 2)
@@ -135,7 +135,7 @@ def test_a_parameter_used_outside_its_forward_is_named(comm: Communicator) -> No
             pytest.raises(UsageError, match=r"blocks\.1\.weight is used outside"),
         ):
             mixed(batch(0))
-    with torch.no_grad():  # reading is free
+    with torch.no_grad():  # reading is allowed
         assert sum(p.square().sum() for p in model.parameters()) >= 0
     assert all(type(p) is ShardedParam for p in model.parameters())
     seen = []
@@ -159,8 +159,8 @@ class Block(nn.Module):
         return torch.tanh(self.out(x + self.embed(x)))
 
 
-class Reaches(nn.Module):
-    """As diffusion transformers do: what its first block embeds, the last layer needs, too."""
+class ReusesEmbedding(nn.Module):
+    """As in diffusion transformers: the last layer uses the first block's embedding, too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,8 +172,8 @@ class Reaches(nn.Module):
         return self.last(y + self.blocks[0].embed(x))
 
 
-def apart(comm: Communicator, stage: int) -> list[float]:
-    model = Reaches()
+def train_with_embedding_unit(comm: Communicator, stage: int) -> list[float]:
+    model = ReusesEmbedding()
     engine = ringdp.shard(
         model, stage=stage, unit=lambda m: m in (*model.blocks, model.blocks[0].embed), comm=comm
     )
@@ -185,15 +185,15 @@ def apart(comm: Communicator, stage: int) -> list[float]:
     found = values(engine)
     engine.close()
     if stage == 3:
-        blocks = ringdp.shard(refused := Reaches(), stage=3, unit=Block, comm=comm)
+        blocks = ringdp.shard(refused := ReusesEmbedding(), stage=3, unit=Block, comm=comm)
         with pytest.raises(UsageError, match=r"blocks\.0\.embed\.weight.* be a unit itself"):
             refused(batch(comm.rank))
         blocks.close()
     return found
 
 
-def test_a_module_called_within_its_unit_and_apart_from_it_is_to_be_a_unit(ranks):
-    runs = [ranks(2)(apart, stage) for stage in (0, 3)]
+def test_a_module_called_inside_and_outside_its_unit_must_be_a_unit(ranks):
+    runs = [ranks(2)(train_with_embedding_unit, stage) for stage in (0, 3)]
     assert all(found == runs[0][0] for run in runs for found in run)
 
 
@@ -212,7 +212,7 @@ class LoRA(nn.Module):
         return torch.tanh(self.base(x.to(BF16)).float() + self.up(self.down(x)))
 
 
-def lora(comm: Communicator, stage: int, prefetch_bytes: int | None = None) -> list[float]:
+def train_lora(comm: Communicator, stage: int, prefetch_bytes: int | None = None) -> list[float]:
     torch.manual_seed(0)
     model = nn.Sequential(LoRA(), LoRA())
     engine = ringdp.shard(model, stage=stage, comm=comm, prefetch_bytes=prefetch_bytes)
@@ -234,19 +234,20 @@ def lora(comm: Communicator, stage: int, prefetch_bytes: int | None = None) -> l
 
 
 def test_adapters_train_in_their_dtype_and_frozen_units_have_no_gradients(ranks):
-    runs = [ranks(2)(lora, stage) for stage in range(4)]
+    runs = [ranks(2)(train_lora, stage) for stage in range(4)]
     assert all(found == runs[0][0] for run in runs for found in run)
 
 
 @on_ranks(2)
-def test_what_is_kept_of_a_module_with_several_units_is_foreseen(comm: Communicator) -> None:
-    """Of those that the last module frees, its backward's first stay as far as the bound allows."""
+def test_traffic_of_modules_with_several_units_equals_the_formula(comm: Communicator) -> None:
+    """The plan knows which of the units that one module frees stay for the first of its
+    backward."""
     for limit in range(0, 1024, 64):
-        lora(comm, 3, limit)
+        train_lora(comm, 3, limit)
 
 
-def recurrent(comm: Communicator, stage: int) -> list[float]:
-    """An LSTM keeps a list of its weights, and must see the ones of another dtype there."""
+def train_recurrent(comm: Communicator, stage: int) -> list[float]:
+    """An LSTM keeps a list of its weights, in which it must find those of the other dtype."""
     torch.manual_seed(0)
     model = nn.ModuleDict({"rnn": nn.LSTM(8, 8, batch_first=True), "out": nn.Linear(8, 1)})
     model.forward = lambda x: model["out"](model["rnn"](x)[0])
@@ -264,13 +265,13 @@ def recurrent(comm: Communicator, stage: int) -> list[float]:
 
 
 def test_a_recurrent_layer_computes_in_another_dtype(ranks):
-    runs = [ranks(2)(recurrent, stage) for stage in (0, 3)]
+    runs = [ranks(2)(train_recurrent, stage) for stage in (0, 3)]
     assert all(found == runs[0][0] for run in runs for found in run)
 
 
 @pytest.mark.parametrize("stage", range(4))
 @on_ranks(2)
-def test_what_is_written_under_full_parameters_is_kept_if_asked(
+def test_writes_under_full_parameters_are_kept_with_write_true(
     comm: Communicator, stage: int
 ) -> None:
     for precision in (None, Precision(BF16)):
@@ -279,7 +280,7 @@ def test_what_is_written_under_full_parameters_is_kept_if_asked(
         with engine.full_parameters(write=True), torch.no_grad():
             for p in model.parameters():
                 p.copy_(torch.arange(float(p.numel())).view(p.shape))
-            assert model.eval()(batch(0)).dtype == torch.float32  # masters, no casts
+            assert model.eval()(batch(0)).dtype == torch.float32  # masters, without casts
         with engine.full_parameters():
             for p in model.parameters():
                 assert p.flatten().tolist() == list(range(p.numel()))

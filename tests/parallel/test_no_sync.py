@@ -1,5 +1,5 @@
-"""Gradients that wait in no_sync: what zero_grad clears of them, and what is refused meanwhile. One
-process that adds up its gradients as torch does is the reference."""
+"""Gradients accumulated in no_sync: what zero_grad clears of them, and what is refused meanwhile.
+The reference is one process, which accumulates as torch does."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def net() -> nn.Sequential:
 
 def backward(model: nn.Module, seed: int) -> None:
     x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(seed))
-    model(x).square().mean().backward()  # on every rank the same, which is then the average
+    model(x).square().mean().backward()  # the same on all ranks, so the average equals it
 
 
-# Backwards, in no_sync or out of it, with what the user clears in between.
+# Backwards inside no_sync ("kept") or outside ("reduced"), with what the user clears in between.
 Step = tuple[str, Any]
 LOOPS: dict[str, list[Step]] = {
     "kept": [("kept", 0), ("kept", 1), ("reduced", 2)],
@@ -58,13 +58,15 @@ def run(model: nn.Module, engine: ringdp.Engine | None, loop: list[Step]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("stage", "apart"), [(0, False), (1, False), (2, True), (3, False), (3, True)]
+    ("stage", "offloads"), [(0, False), (1, False), (2, True), (3, False), (3, True)]
 )
 @on_ranks(3)
-def test_zero_grad_clears_what_no_sync_keeps(comm: Communicator, stage: int, apart: bool) -> None:
+def test_zero_grad_clears_what_no_sync_keeps(
+    comm: Communicator, stage: int, offloads: bool
+) -> None:
     for name, loop in LOOPS.items():
         model, twin = net(), net()
-        offload = Offload(parameters=stage == 3, optimizer=True) if apart else None
+        offload = Offload(parameters=stage == 3, optimizer=True) if offloads else None
         engine = ringdp.shard(model, stage=stage, offload=offload, comm=comm)
         run(model, engine, loop)
         run(twin, None, loop)
@@ -77,7 +79,7 @@ def test_zero_grad_clears_what_no_sync_keeps(comm: Communicator, stage: int, apa
 
 @pytest.mark.parametrize("stage", [0, 3])
 @on_ranks(2)
-def test_what_cannot_be_done_while_gradients_wait_is_told(comm: Communicator, stage: int) -> None:
+def test_what_needs_reduced_gradients_is_refused_in_no_sync(comm: Communicator, stage: int) -> None:
     model = net()
     engine = ringdp.shard(model, stage=stage, comm=comm)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -105,10 +107,10 @@ def test_what_cannot_be_done_while_gradients_wait_is_told(comm: Communicator, st
         keep()
         with pytest.raises(UsageError, match=word):
             attempt()
-    torch.optim.SGD([nn.Parameter(torch.ones(1))]).step()  # which is none of ours
-    model(torch.ones(1, WIDTH))  # a backward that raised is over
+    torch.optim.SGD([nn.Parameter(torch.ones(1))]).step()  # not one of the engine's optimizers
+    model(torch.ones(1, WIDTH))  # ends the backward that raised
     optimizer.zero_grad()
-    optimizer.step()  # nothing waits any more
+    optimizer.step()  # no accumulated gradients are left
     backward(model, 1)
     optimizer.step()
     engine.close()

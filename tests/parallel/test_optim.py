@@ -1,4 +1,5 @@
-"""AdamW: what lies side by side is stepped as one, with the bits that each has alone."""
+"""AdamW: adjacent parameters are stepped as one, with the bits that each has alone; closures,
+states, refusals."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def values(seed: int) -> Tensor:
     return torch.randn(sum(SIZES), generator=torch.Generator().manual_seed(seed))
 
 
-def apart(flat: Tensor) -> list[Tensor]:
+def separate(flat: Tensor) -> list[Tensor]:
     return [part.clone() for part in flat.split(SIZES)]
 
 
@@ -33,12 +34,12 @@ def of_one_storage(flat: Tensor) -> list[Tensor]:
 
 
 def of_a_storage_each(flat: Tensor) -> list[Tensor]:
-    """As an allocator may put them: one right behind another."""
+    """Adjacent storages, as an allocator may place them."""
     return [torch.from_numpy(part) for part in np.split(flat.numpy(), np.cumsum(SIZES)[:-1])]
 
 
-def trained(place: Place, skips: int | None = None) -> tuple[list[nn.Parameter], AdamW]:
-    """Of three steps; parameter `skips` has no gradient in the second."""
+def train(place: Place, skips: int | None = None) -> tuple[list[nn.Parameter], AdamW]:
+    """Three steps; parameter `skips` has no gradient in the second one."""
     params = [nn.Parameter(x) for x in place(values(0))]
     optimizer = AdamW(params, lr=0.1)
     for step in range(3):
@@ -50,9 +51,9 @@ def trained(place: Place, skips: int | None = None) -> tuple[list[nn.Parameter],
 
 @pytest.mark.parametrize("skips", [None, 0, 1, 2])
 @pytest.mark.parametrize("place", [of_one_storage, of_a_storage_each])
-def test_neighbours_get_the_bits_of_parameters_apart(place: Place, skips: int | None) -> None:
-    got, optimizer = trained(place, skips)
-    want, alone = trained(apart, skips)
+def test_adjacent_parameters_get_the_bits_of_separate_ones(place: Place, skips: int | None) -> None:
+    got, optimizer = train(place, skips)
+    want, alone = train(separate, skips)
     for i, (p, q) in enumerate(zip(got, want, strict=True)):
         assert torch.equal(p, q)
         for key in ("exp_avg", "exp_avg_sq", "step"):
@@ -60,7 +61,7 @@ def test_neighbours_get_the_bits_of_parameters_apart(place: Place, skips: int | 
         assert optimizer.state[p]["step"] == (2 if i == skips else 3)
 
 
-def test_any_shape() -> None:
+def test_parameters_of_any_shape_are_stepped() -> None:
     start, grad = values(0)[:16], values(1)[:16]
     params = [nn.Parameter(start.reshape(shape).clone()) for shape in ((16,), (4, 4), (2, 2, 4))]
     for p in params:
@@ -71,7 +72,7 @@ def test_any_shape() -> None:
 
 
 @pytest.mark.parametrize("wrong", [torch.ones(4, 2).t(), torch.ones(2, 4, dtype=torch.bfloat16)])
-def test_what_cannot_be_stepped_is_said_before_anything_is(wrong: Tensor) -> None:
+def test_unsupported_parameters_are_refused_before_any_step(wrong: Tensor) -> None:
     good, wrong = nn.Parameter(torch.ones(3)), nn.Parameter(wrong)
     for p in (good, wrong):
         p.grad = torch.ones_like(p)
@@ -97,8 +98,8 @@ def test_a_parameter_twice_is_stepped_twice_as_torch_does() -> None:
     assert steps == same == 4
 
 
-def test_a_state_of_another_shape_goes_on() -> None:
-    """As where a flat slice has become a whole parameter."""
+def test_a_state_of_another_shape_is_used() -> None:
+    """As when a flat slice has become a full parameter."""
     want = nn.Parameter(torch.ones(4, 4))
     got = nn.Parameter(torch.ones(16))
     optimizers = [AdamW([p]) for p in (want, got)]
@@ -112,7 +113,7 @@ def test_a_state_of_another_shape_goes_on() -> None:
 
 
 @pytest.mark.parametrize("of", [AdamW, partial(ZeroRedundancyOptimizer, optimizer_class=AdamW)])
-def test_a_closure_makes_the_gradients_of_its_step(of: Callable[..., torch.optim.Optimizer]):
+def test_closures_compute_the_gradients_of_their_step(of: Callable[..., torch.optim.Optimizer]):
     ringdp.init()
     p, twin = nn.Parameter(values(0)), nn.Parameter(values(0))
     optimizer = of([p])
@@ -140,7 +141,7 @@ def steps(make, *, state=None) -> tuple[list[Tensor], dict[str, Any]]:
     return [p.detach() for p in model.parameters()], optimizer.state_dict()
 
 
-def test_adamw_is_torchs_to_rounding_and_shares_its_state():
+def test_adamw_equals_torchs_up_to_rounding_and_exchanges_states():
     mine, state = steps(lambda p: AdamW(p, lr=0.01))
     theirs, torch_state = steps(lambda p: torch.optim.AdamW(p, lr=0.01))
     torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
@@ -150,7 +151,7 @@ def test_adamw_is_torchs_to_rounding_and_shares_its_state():
     torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_adamw_steps_neighbours_as_one_and_cuts_where_it_must(monkeypatch):
+def test_adjacent_parameters_are_stepped_in_one_call(monkeypatch):
     sizes = []
     monkeypatch.setattr("ringdp.parallel.optim.adamw", lambda p, *_, **__: sizes.append(p.numel()))
     flat, grads = torch.zeros(12), torch.ones(12)

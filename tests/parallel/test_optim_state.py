@@ -1,5 +1,5 @@
-"""The state_dict of an optimizer of slices is that of whole parameters: as of one process, and of
-torch's FSDP2 on the same script."""
+"""The state_dict of an optimizer of slices has whole parameters: equal to one process's, and to
+that of torch's FSDP2 in the same script."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ import ringdp
 from ringdp import Communicator, Offload, UsageError
 from ringdp.parallel import fronts
 from tests.parallel.ddp_cases import gloo
-from tests.parallel.small import APART, assert_equal, loss, net, step
+from tests.parallel.small import COMPUTE_IN_FLOAT64, assert_equal, loss, net, step
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "apart": {"precision": APART},
+    "apart": {"precision": COMPUTE_IN_FLOAT64},
     "offload": {"offload": Offload(optimizer=True)},
 }
 
@@ -55,7 +55,9 @@ def assert_same(state: Any, expected: Any) -> None:
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("kind", [torch.optim.NAdam, ringdp.AdamW])
 @on_ranks(3)
-def test_it_is_that_of_one_process(comm: Communicator, kind: Any, options: dict[str, Any]) -> None:
+def test_the_state_dict_equals_that_of_one_process(
+    comm: Communicator, kind: Any, options: dict[str, Any]
+) -> None:
     twin = net()
     exact = kind(groups(twin))
     step(twin, exact, 0, 1)
@@ -77,7 +79,7 @@ def test_it_is_that_of_one_process(comm: Communicator, kind: Any, options: dict[
         fresh.load_state_dict(copy.deepcopy(state))  # before its first step
         step(later, fresh, 2)
         step(model, optimizer, 2)
-        optimizer.load_state_dict(state)  # and after some
+        optimizer.load_state_dict(state)  # after some steps
         with engine.full_parameters():
             assert_same(optimizer.state_dict(), exact.state_dict())
         trained = copy.deepcopy(twin)
@@ -93,9 +95,9 @@ def test_it_is_that_of_one_process(comm: Communicator, kind: Any, options: dict[
 
 @pytest.mark.parametrize("stage", [1, 3])
 @on_ranks(3)
-def test_a_closure_leaves_none_of_empty_slices(comm: Communicator, stage: int) -> None:
-    """It makes gradients amid the step: those of empty slices, too, of which a state would count
-    other steps than those of the rank that has the elements."""
+def test_closures_leave_no_state_of_empty_slices(comm: Communicator, stage: int) -> None:
+    """A closure computes gradients during the step, also of empty slices; state of those would
+    count other steps than the rank with the elements."""
     model, twin = net(), net()
     engine = ringdp.shard(model, stage=stage, comm=comm)
     for kind in (torch.optim.Adam, torch.optim.Adagrad):
@@ -120,8 +122,8 @@ def test_a_closure_leaves_none_of_empty_slices(comm: Communicator, stage: int) -
 
 
 @on_ranks(2)
-def test_it_is_gathered_by_the_engine_that_the_model_has_now(comm: Communicator) -> None:
-    """Closed whole and sharded again, with the same optimizer."""
+def test_the_state_dict_is_gathered_by_the_models_current_engine(comm: Communicator) -> None:
+    """Closed with full parameters and sharded again, with the same optimizer."""
     model, twin = net(), net()
     exact = torch.optim.Adam(twin.parameters())
     step(twin, exact, 0, 1)
@@ -138,7 +140,7 @@ def test_it_is_gathered_by_the_engine_that_the_model_has_now(comm: Communicator)
 
 
 @on_ranks(2)
-def test_what_else_it_steps_is_left_as_it_is(comm: Communicator) -> None:
+def test_state_of_unsharded_parameters_is_left_unchanged(comm: Communicator) -> None:
     model, other = net(), nn.Parameter(torch.ones(2))
     engine = ringdp.shard(model, stage=3, comm=comm)
     optimizer = torch.optim.Adam([other, *model.parameters()])
@@ -173,27 +175,28 @@ def by_hand(model: Any, wraps: Any) -> Any:
     return wraps(model)
 
 
-def through_dcp(comm: Communicator, shards: Any) -> tuple[Any, ...]:
-    """A script of FSDP's: states of a run go to another, by all ranks or by rank 0."""
+def save_and_load_states(comm: Communicator, shards: Any) -> tuple[Any, ...]:
+    """An FSDP script: the states of one run are loaded into another, on all ranks or from rank
+    0."""
 
-    def made(seed: int) -> tuple[Any, Any]:
+    def make(seed: int) -> tuple[Any, Any]:
         model = shards(net(seed))
         return model, torch.optim.AdamW(groups(model))
 
-    model, optimizer = made(0)
+    model, optimizer = make(0)
     step(model, optimizer, 0, 1)
     full = StateDictOptions(full_state_dict=True)
     states = (
         get_model_state_dict(model, options=full),
         get_optimizer_state_dict(model, optimizer, options=full),
     )
-    for told in (full, StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)):
-        later, fresh = made(1)
-        given = copy.deepcopy(states) if comm.rank == 0 or told is full else ({}, {})
-        set_model_state_dict(later, given[0], options=told)
-        set_optimizer_state_dict(later, fresh, given[1], options=told)
+    for options in (full, StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)):
+        later, fresh = make(1)
+        to_set = copy.deepcopy(states) if comm.rank == 0 or options is full else ({}, {})
+        set_model_state_dict(later, to_set[0], options=options)
+        set_optimizer_state_dict(later, fresh, to_set[1], options=options)
         step(later, fresh, 2)
-    last, third = made(2)
+    last, third = make(2)
     some = copy.deepcopy(get_state_dict(later, fresh))
     set_state_dict(last, third, model_state_dict=some[0], optim_state_dict=some[1])
     step(last, third, 3)
@@ -206,17 +209,17 @@ def through_dcp(comm: Communicator, shards: Any) -> tuple[Any, ...]:
 
 
 @on_ranks(2)
-def test_torchs_functions_get_and_set_what_they_do_with_fsdp2(comm: Communicator) -> None:
-    """FSDP's, too, whose own needs a GPU."""
+def test_torchs_state_dict_functions_work_as_with_fsdp2(comm: Communicator) -> None:
+    """Also of FullyShardedDataParallel; torch's own needs a GPU."""
     gloo()
-    theirs = through_dcp(comm, lambda model: by_blocks(model, torchs.fully_shard))
+    theirs = save_and_load_states(comm, lambda model: by_blocks(model, torchs.fully_shard))
     wraps = partial(fronts.FullyShardedDataParallel, process_group=comm)
     for shards in (
         lambda model: by_blocks(model, partial(fronts.fully_shard, comm=comm)),
         partial(wraps, auto_wrap_policy=ModuleWrapPolicy({nn.Linear})),
         lambda model: by_hand(model, wraps),
     ):
-        ours = through_dcp(comm, shards)
+        ours = save_and_load_states(comm, shards)
         torch.testing.assert_close(dict(ours[0][0]), dict(theirs[0][0]))
         assert_same(ours[0][1], theirs[0][1])
         for found in (*ours[1], theirs[1][1]):
@@ -225,18 +228,18 @@ def test_torchs_functions_get_and_set_what_they_do_with_fsdp2(comm: Communicator
 
 @pytest.mark.parametrize("wrapped", [True, False])
 @on_ranks(2)
-def test_fsdps_is_by_names(comm: Communicator, wrapped: bool) -> None:
-    """torch's needs a GPU: its format is known."""
+def test_fsdps_optim_state_dict_has_parameter_names(comm: Communicator, wrapped: bool) -> None:
+    """torch's own needs a GPU, but its format is known."""
     front = fronts.FullyShardedDataParallel
     wrap = ModuleWrapPolicy({nn.Sequential}) if wrapped else None
 
-    def made() -> tuple[Any, Any]:
+    def make() -> tuple[Any, Any]:
         model = net()
         wraps = partial(front, process_group=comm)
         model = wraps(model, auto_wrap_policy=wrap) if wrap else by_hand(model, wraps)
         return model, torch.optim.AdamW(groups(model))
 
-    twin, (model, optimizer) = net(), made()
+    twin, (model, optimizer) = net(), make()
     exact = torch.optim.AdamW(groups(twin))
     for m, o in ((twin, exact), (model, optimizer)):
         step(m, o, 0, 1)
@@ -250,7 +253,7 @@ def test_fsdps_is_by_names(comm: Communicator, wrapped: bool) -> None:
     with front.state_dict_type(model, StateDictType.FULL_STATE_DICT, None, one):
         again = front.optim_state_dict(model, optimizer, optimizer.state_dict())
     assert list(again) == (["state", "param_groups"] if comm.rank == 0 else [])
-    later, fresh = made()
+    later, fresh = make()
     later.load_state_dict(model.state_dict())
     fresh.load_state_dict(front.optim_state_dict_to_load(later, fresh, copy.deepcopy(whole)))
     for m, o in ((twin, exact), (later, fresh)):

@@ -1,5 +1,6 @@
-"""The peak of stages 2 and 3, in storages that exist rather than in the engine's account: beside
-shards and activations two gathered units and one bucket of gradients, and the root's of both."""
+"""The peak of stages 2 and 3, measured as existing storages, not by the engine's account: besides
+shards and activations two gathered units and one bucket of gradients, and the root's weights and
+gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
-WIDTH, LAYERS = 128, 4  # a unit is far larger than all activations of one row together
+WIDTH, LAYERS = 128, 4  # a unit is far larger than all activations of one row
 
 
 class Block(nn.Module):
@@ -58,7 +59,7 @@ class Scaled(Net):
 
 
 class Tied(Net):
-    """Its root is an embedding of three blocks' size, which is the head as well."""
+    """Its root is an embedding as large as three blocks, which is also the head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,8 +77,8 @@ def storages() -> dict[int, int]:
 
 
 class Found(NamedTuple):
-    """Bytes: the most seen in a step beyond those at rest; what the formula says; a block's, and
-    the root's."""
+    """Bytes: the most seen in a step beyond those at rest, the formula's, a block's, and the
+    root's."""
 
     most: int
     formula: int
@@ -85,7 +86,7 @@ class Found(NamedTuple):
     root: int
 
 
-def look_after(owner: Any, name: str, look: Callable[[], None]) -> None:
+def call_after(owner: Any, name: str, look: Callable[[], None]) -> None:
     method = getattr(owner, name)
 
     def wrapped(*args: Any, **named: Any) -> Any:
@@ -97,14 +98,15 @@ def look_after(owner: Any, name: str, look: Callable[[], None]) -> None:
 
 
 def peak(comm: Communicator, kind: type[Net], stage: int, prefetch: int | None) -> Found:
-    gc.freeze()  # what there is by now is not looked at again, which would take most of the time
+    gc.freeze()  # earlier objects need not be searched, which would take most of the time
     model = kind()
     engine = ringdp.shard(model, stage=stage, unit=Block, prefetch_bytes=prefetch, comm=comm)
     held: dict[int, int] = {}
     seen: list[int] = []
 
     def look(*_: object) -> None:
-        _made = [p.grad for unit in engine.units for p in unit.computed]  # within Python's reach
+        # makes the gradients reachable from Python
+        _made = [p.grad for unit in engine.units for p in unit.computed]
         seen.append(sum(n for at, n in storages().items() if at not in held))
 
     for owner, name in (
@@ -113,9 +115,9 @@ def peak(comm: Communicator, kind: type[Net], stage: int, prefetch: int | None) 
         (engine.backwards, "gradient_made"),
         (engine.reducing, "start"),
     ):
-        look_after(owner, name, look)
+        call_after(owner, name, look)
     x = torch.ones(1, WIDTH)
-    model(x).sum().backward()  # the order is learnt, the gradients are there
+    model(x).sum().backward()  # learns the order of units; gradients now exist
     model.zero_grad()
     held = storages()
     seen.clear()
@@ -132,13 +134,14 @@ def peak(comm: Communicator, kind: type[Net], stage: int, prefetch: int | None) 
 @pytest.mark.parametrize(
     ("stage", "prefetch", "blocks"), [(3, None, 3), (3, 0, 3), (3, 1 << 20, 5), (2, None, 2)]
 )
-def test_a_rank_holds_what_is_said(ranks, kind, stage, prefetch, blocks):
+def test_the_peak_equals_the_formula(ranks, kind, stage, prefetch, blocks):
     for most, formula, unit, root in ranks(2)(peak, kind, stage, prefetch):
         roots = 2 if stage == 3 else 1  # its weights and its gradients
         assert formula == roots * root + blocks * unit
-        activations = unit // 8  # some 60 rows of 512 bytes; a quarter is one layer's gradient
+        activations = unit // 8  # about 60 rows of 512 bytes; a quarter is one layer's gradient
         assert formula <= most <= formula + activations
-        if kind is not Scaled and (stage, prefetch) == (3, None):  # no root, or one of three blocks
+        # no root, or one as large as three blocks
+        if kind is not Scaled and (stage, prefetch) == (3, None):
             assert formula <= 3 * max(root, unit)
 
 
@@ -149,7 +152,7 @@ def peak_over_a_link(_: Communicator) -> Found:
     return found
 
 
-def test_over_a_network_a_gather_waits_for_no_bucket(ranks):
+def test_over_a_network_two_buckets_may_be_in_use(ranks):
     for most, formula, unit, _ in ranks(2)(peak_over_a_link):
         assert formula == 4 * unit
         assert formula <= most <= formula + unit // 8
@@ -157,10 +160,10 @@ def test_over_a_network_a_gather_waits_for_no_bucket(ranks):
 
 @pytest.mark.parametrize("precision", [None, ringdp.Precision(torch.float64)])
 @on_ranks(2)
-def test_no_more_memory_is_spare_than_was_in_use(
+def test_the_pool_keeps_no_more_memory_than_was_in_use(
     comm: Communicator, precision: ringdp.Precision | None
 ) -> None:
-    """Once all units are made, and after a step."""
+    """After all units have been made, and after a step."""
     engine = ringdp.shard(Net(), stage=3, unit=Block, precision=precision, comm=comm)
 
     def kept() -> int:
@@ -174,12 +177,12 @@ def test_no_more_memory_is_spare_than_was_in_use(
 
 
 class SkippedError(Exception):
-    """What the loop below goes on after."""
+    """Raised and caught by the loop below."""
 
 
 def peak_of_a_loop(comm: Communicator, raises: bool) -> tuple[int, list[int]]:
-    """Bytes gathered at most by a loop over blocks, of which one has raised before; and what its
-    forwards have left open."""
+    """The peak of gathered bytes in a loop over blocks, one of which raised before; and how many
+    outputs its forwards left open."""
     blocks = net()
     engine = ringdp.shard(blocks, stage=3, comm=comm)
 
@@ -205,7 +208,7 @@ def peak_of_a_loop(comm: Communicator, raises: bool) -> tuple[int, list[int]]:
     return engine.ledger.peak["gathered"], left
 
 
-def test_a_forward_that_raises_leaves_nothing_in_use(ranks):
+def test_a_forward_that_raises_leaves_nothing_gathered(ranks):
     for raised, plain in zip(*(ranks(2)(peak_of_a_loop, r) for r in (True, False)), strict=True):
         assert raised == plain
         assert not any(plain[1])

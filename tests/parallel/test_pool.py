@@ -1,4 +1,4 @@
-"""Memory of gathered units goes from one to the next."""
+"""The pool that passes the memory of gathered units from one to the next."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ import torch
 
 from ringdp.parallel.pool import _SWAPS, Pool
 
-KEPT = pytest.mark.skipif(not _SWAPS, reason="this torch's storages swap no memory")
+needs_swap = pytest.mark.skipif(not _SWAPS, reason="this torch's storages swap no memory")
 BYTES = 1 << 20
 
 
-def filled(pool: Pool, size: int = BYTES) -> torch.Tensor:
+def fill(pool: Pool, size: int = BYTES) -> torch.Tensor:
     tensor = torch.empty(0, dtype=torch.uint8)
     pool.fill(tensor.untyped_storage(), size)
     return tensor.set_(tensor.untyped_storage(), 0, (size,))
 
 
-@KEPT
-def test_the_same_memory_comes_back_to_whoever_asks_for_as_much() -> None:
+@needs_swap
+def test_memory_of_an_emptied_storage_is_reused_for_the_same_size() -> None:
     pool = Pool()
-    first, second = filled(pool), filled(pool)
+    first, second = fill(pool), fill(pool)
     addresses = {first.data_ptr(), second.data_ptr()}
     for tensor in (first, second):
         pool.empty(tensor.untyped_storage())
-    assert {filled(pool).data_ptr(), filled(pool).data_ptr()} <= addresses
+    assert {fill(pool).data_ptr(), fill(pool).data_ptr()} <= addresses
 
 
-def test_an_emptied_storage_has_nothing_and_its_views_see_what_comes_next() -> None:
+def test_views_of_a_refilled_storage_see_its_new_values() -> None:
     pool = Pool()
-    tensor = filled(pool)
+    tensor = fill(pool)
     view = tensor[8:16]
     pool.empty(tensor.untyped_storage())
     assert tensor.untyped_storage().nbytes() == 0
@@ -38,10 +38,10 @@ def test_an_emptied_storage_has_nothing_and_its_views_see_what_comes_next() -> N
     assert view.tolist() == [3] * 8
 
 
-@KEPT
-def test_what_fits_nobody_is_let_go_before_more_is_taken() -> None:
+@needs_swap
+def test_memory_of_another_size_is_freed_before_more_is_allocated() -> None:
     pool = Pool()
-    pool.empty(filled(pool).untyped_storage())
+    pool.empty(fill(pool).untyped_storage())
     assert [s.nbytes() for s in pool._kept] == [BYTES]
-    filled(pool, BYTES // 2)
+    fill(pool, BYTES // 2)
     assert pool._kept == []

@@ -1,4 +1,5 @@
-"""Mixed precision against casts by hand; and offload, which needs something to offload."""
+"""Mixed precision compared with casts by hand; and refused combinations of precision and
+offload."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def batch(rank: int) -> Tensor:
     return torch.randn(6, 9, generator=torch.Generator().manual_seed(rank))
 
 
-def test_a_dtype_has_its_default():
+def test_dtypes_have_defaults():
     assert dtypes(FLOAT, kept=False, precision=Precision()) == Dtypes(FLOAT, FLOAT, FLOAT)
     assert dtypes(FLOAT, kept=False, precision=Precision(BF16)) == Dtypes(FLOAT, BF16, BF16)
     assert dtypes(FLOAT, kept=False, precision=Precision(BF16, FLOAT)).reduce == FLOAT
@@ -47,12 +48,12 @@ DOUBLE = torch.float64
         (FLOAT, Precision(torch.float8_e5m2), "float8_e5m2 is not supported; both must be"),
     ],
 )
-def test_a_gradient_that_cannot_be_cast_is_told_before_it_comes(master, precision, why):
+def test_unsupported_casts_of_gradients_are_refused_by_shard(master, precision, why):
     with pytest.raises(ringdp.UsageError, match=why):
         ringdp.shard(nn.Linear(2, 2).to(master), stage=1, precision=precision, comm=ringdp.init())
 
 
-def test_what_holds_itself_is_refused():
+def test_casting_a_cyclic_container_is_refused():
     cyclic: dict[str, object] = {"x": torch.ones(2)}
     cyclic["self"] = [cyclic]
     with pytest.raises(ringdp.UsageError, match="as a dict that holds itself: their tensors"):
@@ -61,8 +62,8 @@ def test_what_holds_itself_is_refused():
 
 @pytest.mark.parametrize("stage", range(4))
 @on_ranks(1)
-def test_one_rank_computes_what_casting_by_hand_computes(comm: Communicator, stage: int) -> None:
-    """A bfloat16 forward and backward: the dtypes on the way, and the gradients."""
+def test_mixed_precision_equals_casting_by_hand(comm: Communicator, stage: int) -> None:
+    """A bfloat16 forward and backward: dtypes on the way, and gradients."""
     model, twin, seen = net(), net(), []
     precision = Precision(BF16, FLOAT, output=FLOAT, keep_fp32=nn.LayerNorm)
     engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
@@ -86,8 +87,8 @@ def test_one_rank_computes_what_casting_by_hand_computes(comm: Communicator, sta
 
 @pytest.mark.parametrize("stage", [0, 3])
 @on_ranks(1)
-def test_what_lies_within_a_kept_module_is_kept(comm: Communicator, stage: int) -> None:
-    """One that is kept itself, and a unit."""
+def test_modules_inside_a_float32_module_stay_in_float32(comm: Communicator, stage: int) -> None:
+    """A module kept in float32 that contains another kept one, and is a unit."""
     model, seen = nn.Sequential(net(), nn.Linear(9, 9)), []
     precision = Precision(BF16, FLOAT, keep_fp32=lambda m: m is model[0] or m is model[0][1])
     engine = ringdp.shard(model, stage=stage, unit=nn.Linear, precision=precision, comm=comm)
@@ -99,7 +100,7 @@ def test_what_lies_within_a_kept_module_is_kept(comm: Communicator, stage: int) 
     engine.close()
 
 
-def test_a_weight_tied_to_one_of_another_dtype_is_told():
+def test_a_weight_tied_across_dtypes_is_refused():
     model = nn.Sequential(nn.Embedding(9, 9), nn.Linear(9, 9, bias=False))
     model[1].weight = model[0].weight
     precision = Precision(BF16, keep_fp32=nn.Linear)

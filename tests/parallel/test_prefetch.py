@@ -1,4 +1,4 @@
-"""The prefetch policy: it looks ahead in order, within its bound, and not past the unit in use."""
+"""The prefetch policy looks ahead in order, within its bound, and not past the unit in use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_the_first_forecast_is_a_forward_and_its_backward():
     assert forecast([[0, 1], [2], [3, 4]]) == (0, 1, 2, 3, 4, 0, 1, 3, 4, 2)
 
 
-def test_a_use_is_looked_for_onwards_only():
+def test_a_use_is_searched_forwards_only():
     order = forecast(alone(4))
     assert position_of(3, order, after=-1) == 3
     assert position_of(3, order, after=3) == 5
@@ -43,12 +43,12 @@ def look(order, position, *, in_use=None, sharded, in_flight=0, sizes, limit):
     )
 
 
-def test_it_stops_at_the_bound_and_at_the_unit_in_use():
+def test_prefetching_stops_at_the_bound_and_at_the_unit_in_use():
     sizes, sharded = [0, 5, 5, 5], {1, 2, 3}
     assert look(forecast(alone(4)), 0, sharded=sharded, sizes=sizes, limit=10) == [1, 2]
     assert look(forecast(alone(4)), 0, sharded=sharded, in_flight=5, sizes=sizes, limit=10) == [1]
     assert look(forecast(alone(4)), 0, sharded=sharded, sizes=sizes, limit=4) == []
-    # Unit 3 will be freed before its backward: gathering past it would be undone.
+    # Unit 3 will be freed before its backward, so gathering beyond it would be undone.
     assert look(forecast(alone(4)), 3, in_use=3, sharded={1, 2}, sizes=sizes, limit=99) == []
 
 
@@ -69,8 +69,9 @@ def test_the_bound_holds_and_nothing_is_gathered_twice(sizes, limit, data):
     assert set(found) <= sharded & set(order[position + 1 :])
 
 
-def test_where_nothing_is_freed_there_is_one_look_ahead(monkeypatch):
-    """The first gathers all: to look again at every use would take the square of many units."""
+def test_without_freeing_there_is_one_look_ahead(monkeypatch):
+    """The first call gathers everything; looking again at each use would be quadratic in the number
+    of units."""
     looks = []
     monkeypatch.setattr(gathering, "ahead", lambda *a, **k: looks.append(a) or ahead(*a, **k))
     events = iteration([0] * 50, alone(50), 0, freed=False)
@@ -88,14 +89,14 @@ def test_equal_units_peak_at_the_root_and_two(root, size, units):
     assert gathered_peak([root] + [size] * units, alone(units + 1), limit=0) == root + size
 
 
-def test_what_would_be_gathered_again_at_once_stays():
+def test_units_that_would_be_gathered_again_at_once_stay():
     assert gathers([9, 5, 5, 5], alone(4), limit=4) == {0: 1, 1: 2, 2: 2, 3: 2}
     assert gathers([9, 5, 5, 5], alone(4), limit=5) == {0: 1, 1: 2, 2: 2, 3: 1}
     assert gathers([9, 5, 5, 5], alone(4), limit=15) == {0: 1, 1: 1, 2: 1, 3: 1}
 
 
 @given(SIZES, st.integers(0, 300))
-def test_units_are_there_when_they_are_used(sizes, limit):
+def test_units_are_gathered_when_they_are_used(sizes, limit):
     held: set[int] = set()
     used = []
     for what, which in iteration(sizes, alone(len(sizes)), limit, freed=True):

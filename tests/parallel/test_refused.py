@@ -1,4 +1,4 @@
-"""What an engine refuses is told in time, on every rank."""
+"""What an engine cannot do is refused before it goes wrong, on every rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.process
 
 
 class Opaque(nn.Module):
-    """Its output is what no one can look into."""
+    """Its output cannot be searched for tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,8 +33,8 @@ class Opaque(nn.Module):
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @on_ranks(2)
-def test_a_wrong_use_is_told(comm: Communicator, stage: int) -> None:
-    """Where a stage does not refuse a use, `said` is None."""
+def test_unsupported_models_and_calls_are_refused(comm: Communicator, stage: int) -> None:
+    """`message` is None where the stage allows the use."""
 
     def opaque() -> None:
         next(net_of(Opaque())(batch())).sum().backward()
@@ -55,7 +55,7 @@ def test_a_wrong_use_is_told(comm: Communicator, stage: int) -> None:
         (g,) = torch.autograd.grad(loss(model(x)), x, create_graph=True)
         (loss(model(x)) + g.square().sum()).backward()
 
-    def normed() -> None:
+    def with_weight_norm() -> None:
         model = net_of(nn.Sequential(weight_norm(linear())))
         with torch.no_grad():
             model[0].weight  # noqa: B018, which a parametrization makes
@@ -76,22 +76,22 @@ def test_a_wrong_use_is_told(comm: Communicator, stage: int) -> None:
         engines.append(ringdp.shard(model, stage=stage, comm=comm))
         return model
 
-    for attempt, said in (
+    for attempt, message in (
         (opaque, "unit '' returns an iterator" if stage == 3 else None),
         (twice_reentrant, "Pass use_reentrant=False"),
         (within, "full_parameters"),
         (second_order, "create_graph" if stage == 3 else None),
-        (normed, "outside the forward of its unit" if stage else None),
+        (with_weight_norm, "outside the forward of its unit" if stage else None),
         (step_within, "steps within backward"),
         (sparse, r"parameter 0\.weight got a sparse gradient"),
     ):
-        with pytest.raises(ringdp.UsageError, match=said) if said else nullcontext():
+        with pytest.raises(ringdp.UsageError, match=message) if message else nullcontext():
             attempt()
         engines.pop().close()
 
 
 def disagree(comm: Communicator, stage: int) -> str:
-    """Rank 0 uses block 1, the others don't."""
+    """Rank 0 uses block 1, the others do not."""
     model = net()
     engine = ringdp.shard(model, stage=stage, comm=comm)
     if comm.rank:
@@ -102,15 +102,15 @@ def disagree(comm: Communicator, stage: int) -> str:
     except ringdp.RingdpError as e:
         return f"{type(e).__name__}: {e}"
     finally:
-        with suppress(ringdp.CommunicationError):  # what the others have left may be known by now
+        with suppress(ringdp.CommunicationError):  # the failure of the others may be noticed here
             engine.close()
     return ""
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_ranks_that_use_different_units_are_told(fresh_ranks, stage):
-    said = fresh_ranks(2)(disagree, stage)
-    assert all(said)
-    wrong = next(text for text in said if "CollectiveMismatch" in text)
+def test_ranks_that_use_different_units_are_a_mismatch(fresh_ranks, stage):
+    message = fresh_ranks(2)(disagree, stage)
+    assert all(message)
+    wrong = next(text for text in message if "CollectiveMismatch" in text)
     assert "(unit blocks.1)" in wrong
     assert "let what differs by rank, such as experts, lie in one unit" in wrong

@@ -1,5 +1,5 @@
-"""What a module returns or the user takes out of it: parameters, parts of them, buffers that repeat
-themselves. One process is the reference."""
+"""Modules that return parameters or parts of them, or leave them in attributes, and buffers that
+repeat an element. The reference is one process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import ringdp
 from ringdp import Communicator, Engine, UsageError
-from tests.parallel.small import APART
+from tests.parallel.small import COMPUTE_IN_FLOAT64
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
@@ -35,7 +35,7 @@ class Frozen:
     t: Any
 
 
-class Held:
+class Nested:
     def __init__(self, t: Tensor) -> None:
         self.inner = [SimpleNamespace(t={"t": t}), Frozen(1)]
         self.itself = self
@@ -54,7 +54,7 @@ PARTS: dict[str, Callable[[Tensor], Any]] = {
     "in a tuple with names": Pair,
     "in a dataclass": Frozen,
     "in an object": SimpleNamespace,
-    "in objects within objects": Held,
+    "in objects within objects": Nested,
     "in a set": lambda p: {p},
     "in a function": lambda p: lambda: p * 1,
     "as an argument": lambda p: partial(torch.mul, p, 1),
@@ -78,7 +78,7 @@ def table_of(returned: Any) -> Tensor:
 
 
 class Table(nn.Module):
-    """As positional embeddings are."""
+    """Returns its parameter, as positional embeddings do."""
 
     def __init__(self, part: str) -> None:
         super().__init__()
@@ -124,9 +124,9 @@ def train(net: nn.Module, steps: int = 3) -> list[Tensor]:
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @on_ranks(2)
-def test_a_unit_may_return_what_it_holds(comm: Communicator, stage: int, part: str) -> None:
-    """Of freed memory that was a segmentation fault."""
-    for precision in (None, APART):
+def test_a_unit_can_return_its_parameter(comm: Communicator, stage: int, part: str) -> None:
+    """Such a parameter must not be a view of freed memory."""
+    for precision in (None, COMPUTE_IN_FLOAT64):
         net, twin = Net(part), Net(part)
         if precision:
             twin.double()
@@ -138,15 +138,15 @@ def test_a_unit_may_return_what_it_holds(comm: Communicator, stage: int, part: s
                 train(net)
             engine.close()
             continue
-        # n = 2 and equal batches: exact, but for masters in another dtype
+        # exact for n = 2 and equal batches, except with masters in another dtype
         torch.testing.assert_close(train(net), train(twin), rtol=1e-6 if precision else 0, atol=0)
         for p in net.parameters():
             assert len(p._backward_hooks) == 1, "a hook for every forward"
         engine.close()
 
 
-class Whole(nn.Module):
-    """The parameter lies in the root, which is freed after a forward without gradients."""
+class ReturnsParameter(nn.Module):
+    """The parameter belongs to the root, which is freed after a forward without gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,8 +158,8 @@ class Whole(nn.Module):
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @on_ranks(2)
-def test_what_is_taken_out_stays(comm: Communicator, stage: int) -> None:
-    net = Whole()
+def test_returned_parameters_keep_their_values(comm: Communicator, stage: int) -> None:
+    net = ReturnsParameter()
     engine = ringdp.shard(net, stage=stage, comm=comm)
     with torch.inference_mode():
         _, part, table = net(batch(0))
@@ -173,9 +173,7 @@ def test_what_is_taken_out_stays(comm: Communicator, stage: int) -> None:
 
 
 @on_ranks(2)
-def test_a_buffer_that_repeats_itself_takes_rank_0s_values(
-    comm: Communicator, tmp_path: Path
-) -> None:
+def test_an_expanded_buffer_gets_rank_0s_values(comm: Communicator, tmp_path: Path) -> None:
     net = Net("itself")
     with torch.no_grad():
         net.repeats[0] = comm.rank + 1
@@ -213,8 +211,8 @@ def test_a_unit_may_compute_in_a_thread(comm: Communicator, stage: int) -> None:
 # ---- what is left in attributes
 
 
-class Leaves(nn.Module):
-    """Its auxiliary loss is made after what it returns, so that its backward comes first."""
+class LeavesLosses(nn.Module):
+    """Its auxiliary loss is computed after its output, so its backward comes first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,7 +227,7 @@ class Leaves(nn.Module):
         return out
 
 
-def left(model: nn.Module) -> Tensor:
+def losses_left(model: nn.Module) -> Tensor:
     loss = torch.zeros(())
     for m in model:
         loss = loss + m.losses["large"] + (0 if m.small is None else m.small)
@@ -239,10 +237,10 @@ def left(model: nn.Module) -> Tensor:
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @on_ranks(2)
-def test_a_loss_may_be_left_in_attributes(comm: Communicator, stage: int) -> None:
-    """Stage 3 had torch's word for it: a size that does not match."""
+def test_losses_left_in_attributes_are_trained(comm: Communicator, stage: int) -> None:
+    """In stage 3 the loss's backward needs gathered weights."""
     torch.manual_seed(0)
-    net, twin = (nn.Sequential(*(Leaves() for _ in range(3))) for _ in range(2))
+    net, twin = (nn.Sequential(*(LeavesLosses() for _ in range(3))) for _ in range(2))
     twin.load_state_dict(net.state_dict())
     engine = ringdp.shard(net, stage=stage, comm=comm)
     for model in (net, twin):
@@ -250,7 +248,7 @@ def test_a_loss_may_be_left_in_attributes(comm: Communicator, stage: int) -> Non
         for step in range(3):
             with torch.no_grad():
                 model(batch(step))
-            loss = model(batch(step)).square().mean() * (step != 1) + left(model)
+            loss = model(batch(step)).square().mean() * (step != 1) + losses_left(model)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

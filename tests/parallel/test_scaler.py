@@ -1,4 +1,4 @@
-"""Loss scaling: what overflows on one rank is skipped on all, and scaling changes no bit."""
+"""Loss scaling: an overflow on one rank skips the step on all, and scaling changes no bit."""
 
 from __future__ import annotations
 
@@ -51,8 +51,9 @@ def test_a_step_that_overflows_anywhere_is_skipped_everywhere(
     assert seen == [(True, 256.0), (True, 512.0), (False, 256.0), (True, 256.0)], seen
 
 
-def test_the_scale_falls_from_the_overflow_on_that_hysteresis_says():
-    """As DeepSpeed's: counted since the scale grew, good steps between them or not."""
+def test_hysteresis_delays_the_fall_of_the_scale():
+    """As with DeepSpeed: overflows count since the scale last grew, even with good steps between
+    them."""
     with ringdp.init() as comm:
         model = net()
         engine = ringdp.shard(model, stage=0, comm=comm)
@@ -72,9 +73,9 @@ def test_the_scale_falls_from_the_overflow_on_that_hysteresis_says():
 
 @pytest.mark.parametrize("stage", [0, 3])
 @on_ranks(2)
-def test_gradients_are_unscaled_once_whoever_steps(comm: Communicator, stage: int) -> None:
-    """Gradients are unscaled once after each backward: for two optimizers, and where a step is not
-    taken. An overflow lowers the scale although nobody steps."""
+def test_gradients_are_unscaled_once_per_backward(comm: Communicator, stage: int) -> None:
+    """Once after each backward, for two optimizers, and also without a step. An overflow lowers the
+    scale even if no optimizer steps."""
     model, twin = net(), net()
     engine = ringdp.shard(model, stage=stage, comm=comm)
     first, second = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model[0], model[2]))
@@ -100,7 +101,7 @@ def test_gradients_are_unscaled_once_whoever_steps(comm: Communicator, stage: in
         engine.close()
 
 
-def test_a_step_of_neighbours_is_seen_as_a_change_of_each():
+def test_autograd_sees_a_joint_step_as_a_change_of_each_parameter():
     flat, gradients = torch.ones(2, 4), torch.ones(2, 4)
     parameters = [nn.Parameter(torch.empty(0)) for _ in range(2)]
     for p, values, gradient in zip(parameters, flat, gradients, strict=True):
@@ -145,12 +146,12 @@ def test_scaling_by_powers_of_two_is_exact(comm: Communicator) -> None:
         {"hysteresis": 0},
     ],
 )
-def test_a_wrong_scaler_is_told(options):
+def test_wrong_options_of_a_scaler_are_refused(options):
     with pytest.raises(ringdp.UsageError, match="scale >= minimum > 0"):
         LossScaler(None, **options)
 
 
-def test_a_scaler_begins_as_torchs_and_may_stay_as_it_is():
+def test_a_scaler_has_torchs_defaults_and_can_be_constant():
     with ringdp.init() as comm:
         engine = ringdp.shard(nn.Linear(2, 2), stage=0, comm=comm)
         ours, torchs = LossScaler(engine), torch.amp.GradScaler("cpu")

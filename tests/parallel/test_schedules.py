@@ -10,7 +10,7 @@ import pytest
 import ringdp
 from ringdp.parallel import fronts
 from tests.parallel.small import net
-from tests.parallel.test_initialize import LR, NAMED, trained
+from tests.parallel.test_initialize import LR, NAMED, train
 
 pytestmark = pytest.mark.process
 
@@ -24,13 +24,13 @@ def rates(name: str, steps: int, **params: Any) -> list[float]:
     assert scheduler.optimizer is optimizer
     found = []
     for step in range(steps):
-        found += engine.get_lr()  # by which the next step is taken
-        trained(engine, step)
+        found += engine.get_lr()  # the learning rate of the next step
+        train(engine, step)
     engine.engine.close()
     return found
 
 
-def test_a_configs_scheduler_is_deepspeeds_or_torchs():
+def test_schedulers_of_a_config_are_deepspeeds_or_torchs():
     warm: dict[str, Any] = {"warmup_min_lr": 0.1, "warmup_max_lr": 0.5, "warmup_num_steps": 4}
     logs = [0.1 + 0.4 * math.log(n) / math.log(4) for n in (1, 1, 2, 3, 4)]
     assert rates("WarmupLR", 6, **warm) == pytest.approx([*logs, 0.5])
@@ -38,7 +38,8 @@ def test_a_configs_scheduler_is_deepspeeds_or_torchs():
     assert rates("WarmupLR", 7, **warm, warmup_type="linear") == pytest.approx([*line, 0.5, 0.5])
     falls = rates("WarmupDecayLR", 9, **warm, warmup_type="linear", total_num_steps=6)
     assert falls == pytest.approx([*line, 0.5, 0.3, 0.1, 0.1])
-    assert rates("WarmupLR", 4, warmup_num_steps=1) == pytest.approx([0, 0, LR, LR])  # to its own
+    # up to the optimizer's own rate
+    assert rates("WarmupLR", 4, warmup_num_steps=1) == pytest.approx([0, 0, LR, LR])
     cosine = rates(
         "WarmupCosineLR", 10, total_num_steps=8, warmup_num_steps=4, warmup_type="linear",
         warmup_min_ratio=0.2, cos_min_ratio=0.1,

@@ -1,4 +1,4 @@
-"""Naive data parallelism and the parameter server: gradients, bytes, staleness."""
+"""Naive data parallelism and the parameter server: gradients, bytes and staleness."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ringdp.parallel.simple import DataParallel, RemoteOptimizer, serve, serve_e
 
 pytestmark = pytest.mark.process
 
-WIDTH, ROWS, STEPS = 7, 4, 3  # ROWS of each rank
+WIDTH, ROWS, STEPS = 7, 4, 3  # ROWS per rank
 
 
 def model() -> nn.Module:
@@ -31,7 +31,7 @@ def batch(step: int, rank: int) -> Tensor:
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
-def test_replicas_in_one_process_make_its_gradients_and_copy_what_the_formula_says(replicas):
+def test_replicas_give_one_models_gradients_and_copy_the_formulas_bytes(replicas):
     single, net = model(), DataParallel(model(), replicas)
     x = torch.cat([batch(0, r) for r in range(replicas)])
     for m in (single, net):
@@ -42,12 +42,13 @@ def test_replicas_in_one_process_make_its_gradients_and_copy_what_the_formula_sa
     moved = 2 * (replicas - 1) * size + (replicas - 1) * (x.nbytes + 2 * x.nbytes) // replicas
     assert net.copied == moved
     with torch.no_grad():
-        parts = [single(part) for part in x.chunk(replicas)]  # more rows may be summed otherwise
+        # a matrix product may sum more rows in another order
+        parts = [single(part) for part in x.chunk(replicas)]
         assert torch.equal(net(x), torch.cat(parts))
 
 
-def trained(comm: Communicator, kind: str) -> tuple[list[float], list[int], int]:
-    """(parameters, staleness, bytes sent a step); rank 0 is the server."""
+def train(comm: Communicator, kind: str) -> tuple[list[float], list[int], int]:
+    """(parameters, staleness, bytes sent per step); rank 0 is the server."""
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
     before, staleness = comm.sent_bytes(), list[int]()
@@ -79,7 +80,7 @@ def ddp(comm: Communicator) -> list[float]:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_synchronous_server_has_the_bits_of_ddp(ranks, workers):
-    found = ranks(workers + 1)(trained, "synchronous")
+    found = ranks(workers + 1)(train, "synchronous")
     expected = ranks(workers)(ddp)[0]
     assert all(values == expected for values, _, _ in found)
     size = 4 * sum(p.numel() for p in model().parameters())
@@ -87,10 +88,10 @@ def test_a_synchronous_server_has_the_bits_of_ddp(ranks, workers):
 
 
 def test_an_asynchronous_server_counts_staleness(ranks):
-    (server, staleness, sent), *workers = ranks(3)(trained, "async")
+    (server, staleness, sent), *workers = ranks(3)(train, "async")
     assert len(staleness) == 2 * STEPS
     assert staleness[0] == 0
-    # Each gradient is as old as the steps made of others' since its worker was answered.
+    # A gradient's staleness is the number of others' steps since its worker last got parameters.
     assert sum(staleness) >= STEPS - 1
     assert max(staleness) <= STEPS
     assert server in [values for values, _, _ in workers], "the last to be answered has it all"
@@ -98,5 +99,5 @@ def test_an_asynchronous_server_counts_staleness(ranks):
 
 
 def test_one_worker_is_never_stale(ranks):
-    (_, staleness, _), _ = ranks(2)(trained, "async")
+    (_, staleness, _), _ = ranks(2)(train, "async")
     assert staleness == [0] * STEPS

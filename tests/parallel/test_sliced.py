@@ -1,4 +1,5 @@
-"""torch's own clipping and loss scaling of a sharded model: the norms and steps of one process."""
+"""torch's own gradient clipping, norms and GradScaler on a sharded model: the results of one
+process."""
 
 from __future__ import annotations
 
@@ -15,14 +16,20 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 import ringdp
 from ringdp import Communicator, Precision, UsageError
-from tests.parallel.small import APART, assert_equal, loss, net, plain_and_apart
+from tests.parallel.small import (
+    COMPUTE_IN_FLOAT64,
+    assert_equal,
+    loss,
+    net,
+    with_and_without_precision,
+)
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
 
 def by_hand(parameters: list[Any]) -> Tensor:
-    """As it was before torch had a function for it, and as many loops still have it."""
+    """As loops did before torch had a function for it, and many still do."""
     norm = torch.norm(torch.stack([torch.norm(p.grad.detach(), 2.0) for p in parameters]), 2.0)
     for p in parameters:
         p.grad.detach().mul_(0.1 / (norm + 1e-6))
@@ -67,7 +74,7 @@ def train(model: nn.Module, clip: Callable[[list[Any]], Tensor]) -> list[list[fl
     return norms
 
 
-def clips(comm: Communicator, stage: int, precision: Precision | None) -> list[Any]:
+def clip_in_all_ways(comm: Communicator, stage: int, precision: Precision | None) -> list[Any]:
     found = []
     for name, clip in CLIPS.items():
         model, twin = net(), net()
@@ -81,20 +88,20 @@ def clips(comm: Communicator, stage: int, precision: Precision | None) -> list[A
     return found
 
 
-@plain_and_apart
+@with_and_without_precision
 @pytest.mark.parametrize("stage", [1, 3])
-def test_torchs_clipping_is_that_of_one_process(ranks, stage, precision):
-    first, *others = ranks(3)(clips, stage, precision)
+def test_torchs_clipping_equals_that_of_one_process(ranks, stage, precision):
+    first, *others = ranks(3)(clip_in_all_ways, stage, precision)
     assert all(other == first for other in others), "the same norms on every rank"
 
 
-@plain_and_apart
+@with_and_without_precision
 @pytest.mark.parametrize("stage", [1, 3])
 @on_ranks(3)
-def test_norms_behind_a_forward_are_those_of_one_process(
+def test_norms_after_a_forward_equal_those_of_one_process(
     comm: Communicator, stage: int, precision: Precision | None
 ) -> None:
-    """Clips behind a forward that has no backward, as one whose loss is logged."""
+    """Clips after another forward without a backward, such as one whose loss is only logged."""
     model, twin = net(), net()
     engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
     norms = []
@@ -115,7 +122,7 @@ def test_norms_behind_a_forward_are_those_of_one_process(
 
 
 def norms_of(model: nn.Module) -> list[Tensor]:
-    """Of its parameters, in the ways of those who log them."""
+    """Norms of parameters, computed in the ways used for logging."""
     ps = list(model.parameters())
     norms = [x.norm(math.inf) for p in ps for x in (p.data, p.detach().float())]
     with torch.no_grad():
@@ -123,10 +130,12 @@ def norms_of(model: nn.Module) -> list[Tensor]:
         return [*norms, get_total_norm(ps), get_total_norm([p * 2 for p in ps], 1.0)]
 
 
-def weighs(comm: Communicator, stage: int, precision: Precision | None) -> list[Tensor]:
+def norms_of_parameters(
+    comm: Communicator, stage: int, precision: Precision | None
+) -> list[Tensor]:
     model, twin = net(), net()
     engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
-    with engine.no_sync():  # what waits are gradients
+    with engine.no_sync():  # accumulates gradients, which must not affect norms of parameters
         loss(model).backward()
     for m in (model, twin):
         m[1].requires_grad_(False)
@@ -145,23 +154,21 @@ def weighs(comm: Communicator, stage: int, precision: Precision | None) -> list[
     return norms
 
 
-@plain_and_apart
+@with_and_without_precision
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_norms_of_parameters_are_those_of_one_process(ranks, stage, precision):
-    first, *others = ranks(3)(weighs, stage, precision)
+def test_norms_of_parameters_equal_those_of_one_process(ranks, stage, precision):
+    first, *others = ranks(3)(norms_of_parameters, stage, precision)
     assert all(other == first for other in others)
 
 
 class SkippedError(Exception):
-    """What a loop goes on after."""
+    """Raised and caught by the test below."""
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 @on_ranks(3)
-def test_norms_are_whole_after_a_step_that_raised_and_another(
-    comm: Communicator, stage: int
-) -> None:
-    """A step that raises, as where memory is short, then one that does not."""
+def test_norms_are_right_after_a_step_that_raised(comm: Communicator, stage: int) -> None:
+    """A step that raises, for instance for lack of memory, then one that does not."""
     model, twin = net(), net()
     engine = ringdp.shard(model, stage=stage, comm=comm)
     optimizer = torch.optim.SGD(model.parameters())
@@ -184,7 +191,7 @@ def test_norms_are_whole_after_a_step_that_raised_and_another(
 # ---- GradScaler
 
 
-def scaled(model: nn.Module, optimizer: Any) -> list[float]:
+def train_with_scaler(model: nn.Module, optimizer: Any) -> list[float]:
     """The second of three backwards overflows in one element, which one rank owns."""
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     scales = []
@@ -203,7 +210,13 @@ def scaled(model: nn.Module, optimizer: Any) -> list[float]:
 
 @pytest.mark.parametrize(
     ("stage", "precision", "fused"),
-    [(0, None, False), (1, APART, False), (2, None, True), (3, None, False), (3, APART, True)],
+    [
+        (0, None, False),
+        (1, COMPUTE_IN_FLOAT64, False),
+        (2, None, True),
+        (3, None, False),
+        (3, COMPUTE_IN_FLOAT64, True),
+    ],
 )
 @on_ranks(2)
 def test_torchs_scaler_skips_on_all_ranks_or_none(
@@ -213,7 +226,7 @@ def test_torchs_scaler_skips_on_all_ranks_or_none(
     engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
     for one in (model, twin):
         optimizer = torch.optim.AdamW(one.parameters(), fused=fused)
-        assert scaled(one, optimizer) == [8.0, 4.0, 4.0]
+        assert train_with_scaler(one, optimizer) == [8.0, 4.0, 4.0]
     with engine.full_parameters():
         torch.testing.assert_close(model.state_dict(), twin.state_dict())
     engine.close()
@@ -222,13 +235,13 @@ def test_torchs_scaler_skips_on_all_ranks_or_none(
 # ---- the gradients themselves
 
 
-@plain_and_apart
+@with_and_without_precision
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @on_ranks(2)
-def test_norms_may_be_taken_after_the_step(
+def test_norms_can_be_taken_after_the_step(
     comm: Communicator, stage: int, precision: Precision | None
 ) -> None:
-    """12 elements, of which rank 0 has all."""
+    """12 elements, all of them on rank 0."""
     torch.manual_seed(0)
     model = nn.Linear(3, 3)
     twin = copy.deepcopy(model)
@@ -242,7 +255,7 @@ def test_norms_may_be_taken_after_the_step(
                 one.weight.grad = None
             optimizer.step()
             there = torch.tensor([int(p.grad is not None) for p in one.parameters()])
-            comm.all_reduce(there, "min")  # on every rank, else they would hang in the norms
+            comm.all_reduce(there, "min")  # on every rank, since a norm is collective
             found.append(there.tolist())
         assert found == [[not clear, True]] * 2
         found = [
@@ -255,7 +268,7 @@ def test_norms_may_be_taken_after_the_step(
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @on_ranks(2)
-def test_a_closure_leaves_gradients_in_their_memory(comm: Communicator, stage: int) -> None:
+def test_a_closure_keeps_gradients_in_their_memory(comm: Communicator, stage: int) -> None:
     engine = ringdp.shard(model := nn.Linear(3, 3), stage=stage, comm=comm)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     memory = engine.units[0].gradients.reduced.data_ptr()
@@ -274,7 +287,7 @@ def test_a_closure_leaves_gradients_in_their_memory(comm: Communicator, stage: i
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @on_ranks(2)
-def test_a_gradient_is_an_ordinary_slice_else(comm: Communicator, stage: int) -> None:
+def test_gradients_are_otherwise_ordinary_slices(comm: Communicator, stage: int) -> None:
     model = net()
     engine = ringdp.shard(model, stage=stage, comm=comm)
     optimizer = torch.optim.Adam(model.parameters())
@@ -316,8 +329,9 @@ def test_a_gradient_is_an_ordinary_slice_else(comm: Communicator, stage: int) ->
 
 @pytest.mark.parametrize("stage", [1, 3])
 @on_ranks(2)
-def test_dimensions_are_those_of_whole_parameters(comm: Communicator, stage: int) -> None:
-    """Scripts sort by them what decays: of slices, all would be biases."""
+def test_sliced_parameters_report_their_full_dimensions(comm: Communicator, stage: int) -> None:
+    """Scripts choose by dimension which parameters to decay; flat slices would all look like
+    biases."""
     model = net()
     whole = [p.dim() for p in model.parameters()]
     ringdp.shard(model, stage=stage, comm=comm)

@@ -1,5 +1,5 @@
-"""The state_dict of a model in stage 0, where masters are apart (refusals are in test_misuse), and
-where that of an optimizer is refused (what it is elsewhere is in test_optim_state)."""
+"""The state_dict of a model in stage 0 with separate masters (refusals: test_misuse), and where an
+optimizer's is refused (otherwise: test_optim_state)."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from torch import Tensor, nn
 
 import ringdp
 from ringdp import Communicator, Engine, Precision, UsageError
-from tests.parallel.small import APART, assert_equal, loss, net, step, whole
+from tests.parallel.small import COMPUTE_IN_FLOAT64, assert_equal, loss, net, step, whole_parameters
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
 
 @on_ranks(2)
-def test_in_stage_0_a_state_is_of_the_masters_at_any_time(comm: Communicator) -> None:
-    """With a forward left open, where modules hold parameters that compute in less precision."""
+def test_in_stage_0_the_state_dict_has_the_masters(comm: Communicator) -> None:
+    """Also with a forward left open, when modules hold parameters of lower precision."""
 
-    def made(seed: int = 0) -> tuple[nn.Sequential, Engine]:
+    def make(seed: int = 0) -> tuple[nn.Sequential, Engine]:
         model = net(seed)
         options: Any = {"unit": nn.Linear, "precision": Precision(torch.bfloat16)}
         return model, ringdp.shard(model, stage=0, comm=comm, **options)
@@ -33,8 +33,8 @@ def test_in_stage_0_a_state_is_of_the_masters_at_any_time(comm: Communicator) ->
         loss(model).backward()
         return [p.grad for p in model.parameters()]
 
-    model, engine = made()
-    twin, others = made()
+    model, engine = make()
+    twin, others = make()
     states = []
     value = loss(model)
     states += [model.state_dict(), model[0].state_dict(prefix="0."), model.state_dict()]
@@ -58,7 +58,7 @@ def test_in_stage_0_a_state_is_of_the_masters_at_any_time(comm: Communicator) ->
     loss(model)
     model.load_state_dict(net(1).state_dict())
     assert_equal(engine, net(1))
-    other, third = made(1)
+    other, third = make(1)
     assert loss(model) == loss(other)
     with pytest.raises(UsageError, match=r"as after load_state_dict\(assign=True\)"):
         model.load_state_dict(net(2).state_dict(), assign=True)
@@ -68,10 +68,10 @@ def test_in_stage_0_a_state_is_of_the_masters_at_any_time(comm: Communicator) ->
 
 @pytest.mark.parametrize("stage", range(4))
 @on_ranks(2)
-def test_an_optimizers_state_dict_is_refused_where_it_would_be_of_slices(
+def test_an_optimizers_state_dict_of_slices_is_refused(
     comm: Communicator, tmp_path: Path, stage: int
 ) -> None:
-    """Refused where it would be of slices; all else that is done with an optimizer works."""
+    """Saving, loading, copying and pickling of the optimizer work."""
 
     model, other = net(), net(1)
     engine, second = (ringdp.shard(m, stage=stage, comm=comm) for m in (model, other))
@@ -86,25 +86,25 @@ def test_an_optimizers_state_dict_is_refused_where_it_would_be_of_slices(
             optimizer.state_dict()
     ringdp.save(tmp_path, engine, optimizer)
     ringdp.load(tmp_path, second, fresh)
-    with engine.full_parameters(), second.full_parameters():  # it has not stepped yet
+    with engine.full_parameters(), second.full_parameters():  # before its first step
         states = [o.state_dict()["state"] for o in (fresh, optimizer)]
     torch.testing.assert_close(*states, rtol=0, atol=0)
     for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         assert repr(twin.state_dict()["state"].values()) == repr(optimizer.state.values())
     for m, o in ((model, optimizer), (other, fresh)):
         step(m, o, 0)
-    assert all(map(torch.equal, whole(engine), whole(second)))
+    assert all(map(torch.equal, whole_parameters(engine), whole_parameters(second)))
     for e in (engine, second):
         e.close()
 
 
-@pytest.mark.parametrize("options", [{}, {"precision": APART}], ids=["plain", "apart"])
+@pytest.mark.parametrize("options", [{}, {"precision": COMPUTE_IN_FLOAT64}], ids=["plain", "apart"])
 @pytest.mark.parametrize("stage", range(4))
 @on_ranks(2)
-def test_the_state_of_a_sharded_model_stays_what_it_was(
+def test_a_state_dict_keeps_its_values(
     comm: Communicator, stage: int, options: dict[str, Any]
 ) -> None:
-    """What was taken within full_parameters, once the model has trained on."""
+    """A state taken within full_parameters does not change when the model trains on."""
     model = net()
     engine = ringdp.shard(model, stage=stage, unit=nn.Linear, comm=comm, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -114,5 +114,5 @@ def test_the_state_of_a_sharded_model_stays_what_it_was(
     optimizer.step()
     loss(model)
     assert all(torch.equal(value, net().get_parameter(name)) for name, value in state.items())
-    assert not torch.equal(whole(engine)[0], state["0.0.weight"])
+    assert not torch.equal(whole_parameters(engine)[0], state["0.0.weight"])
     engine.close()

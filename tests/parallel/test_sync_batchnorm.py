@@ -1,4 +1,4 @@
-"""SyncBatchNorm against torch's BatchNorm over the batches of all ranks, put together."""
+"""SyncBatchNorm equals torch's BatchNorm over the concatenated batches of all ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def layer(**options: object) -> nn.Module:
     if norm.affine:
         nn.init.normal_(norm.weight)
         nn.init.normal_(norm.bias)
-    norm._check_input_dim = lambda x: None  # any shape
+    norm._check_input_dim = lambda x: None  # accepts any shape
     return norm
 
 
@@ -43,7 +43,7 @@ def close(a: Tensor, b: Tensor) -> None:
     "options", [{}, {"affine": False}, {"track_running_stats": False}, {"momentum": None}]
 )
 @on_ranks(3)
-def test_it_is_batch_norm_over_all_ranks(
+def test_sync_batch_norm_equals_batch_norm_over_all_ranks(
     comm: Communicator, shape: tuple[int, ...], options: dict[str, object]
 ) -> None:
     whole = layer(**options)
@@ -85,14 +85,15 @@ def under_ddp(comm: Communicator) -> list[list[float]]:
     return [t.flatten().tolist() for t in net.state_dict().values()]
 
 
-def test_it_trains_under_ddp(ranks):
+def test_sync_batch_norm_trains_under_ddp(ranks):
     first, second = ranks(2)(under_ddp)
     assert first == second
 
 
 @on_ranks(2)
-def test_it_tracks_nothing_where_torchs_does_not(comm: Communicator) -> None:
-    """What runs stays; at last rank 0 alone evaluates, by its own rows where none are running."""
+def test_statistics_are_not_tracked_where_torchs_are_not(comm: Communicator) -> None:
+    """Running statistics stay unchanged; without them rank 0 can evaluate alone, with its own rows'
+    statistics."""
     x = batch(0, 0, (3,))
     norm, theirs = SyncBatchNorm(CHANNELS, process_group=comm), nn.BatchNorm1d(CHANNELS)
     norm.track_running_stats = theirs.track_running_stats = False
@@ -107,8 +108,8 @@ def test_it_tracks_nothing_where_torchs_does_not(comm: Communicator) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @on_ranks(2)
-def test_it_keeps_its_input_only(comm: Communicator, dtype: torch.dtype) -> None:
-    """Between forward and backward nothing of the input's size is kept but the input."""
+def test_only_the_input_is_kept_for_backward(comm: Communicator, dtype: torch.dtype) -> None:
+    """Between forward and backward nothing of the input's size is kept except the input."""
     norm = SyncBatchNorm(CHANNELS, process_group=comm)
     x = batch(0, comm.rank, (3,)).to(dtype).requires_grad_()
     kept: list[Tensor] = []
@@ -119,8 +120,8 @@ def test_it_keeps_its_input_only(comm: Communicator, dtype: torch.dtype) -> None
 
 
 @on_ranks(2)
-def test_ranks_without_any_rows_learn_nothing(comm: Communicator) -> None:
-    """No rank has rows: nothing is learned of them, nor lost."""
+def test_without_rows_the_statistics_do_not_change(comm: Communicator) -> None:
+    """If no rank has rows, the running statistics stay as they are."""
     norm = SyncBatchNorm(CHANNELS, process_group=comm)
     norm(batch(0, comm.rank, (3,)))
     before = [b.clone() for b in norm.buffers()]
@@ -134,8 +135,9 @@ def test_ranks_without_any_rows_learn_nothing(comm: Communicator) -> None:
 
 
 @on_ranks(2)
-def test_a_copy_is_over_the_same_ranks(comm: Communicator) -> None:
-    """A copy is over the same ranks, here this one alone, not over those that ringdp.init made."""
+def test_a_copy_uses_the_same_ranks(comm: Communicator) -> None:
+    """A copy synchronises with the original's ranks, here this one alone, not with those of
+    ringdp.init."""
     alone = comm.split(comm.rank)
     net = nn.Sequential(SyncBatchNorm(CHANNELS, process_group=alone))
     twin = copy.deepcopy(net)
@@ -149,7 +151,7 @@ def test_a_copy_is_over_the_same_ranks(comm: Communicator) -> None:
 
 
 @on_ranks(1)
-def test_a_wrong_shape_is_told(comm: Communicator) -> None:
+def test_a_wrong_shape_is_refused(comm: Communicator) -> None:
     norm = SyncBatchNorm(3, process_group=comm)
     for shape in ((3,), (2, 4)):
         with pytest.raises(ringdp.UsageError, match=r"must be \[rows, 3"):

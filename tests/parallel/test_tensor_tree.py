@@ -1,4 +1,4 @@
-"""Which tensors are found in what a module returns."""
+"""Which tensors are found in the outputs of a module."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributions import Independent, Normal
 from ringdp.parallel.values.tensor_tree import DEEP, map_tensors, tensors
 
 
-def test_in_objects_within_objects():
+def test_tensors_are_found_in_nested_objects():
     mean, scale = torch.zeros(2), torch.ones(2)
     found = list(tensors({"policy": [Independent(Normal(mean, scale), 1)]}))
     assert any(t is mean for t in found)
@@ -26,7 +26,7 @@ class Slotted:
         self.x = x
 
 
-def test_in_slots_and_functions():
+def test_tensors_are_found_in_slots_and_functions():
     x = torch.zeros(2)
     for held in (Slotted(x), lambda: x + 1, partial(torch.add, x), partial(torch.add, other=x)):
         (found,) = tensors(held)
@@ -37,7 +37,7 @@ def nested(x: Tensor, deep: int) -> object:
     return SimpleNamespace(inner=[nested(x, deep - 1)]) if deep else x
 
 
-def test_not_in_all_that_a_program_has():
+def test_unrelated_objects_are_not_searched():
     x = torch.zeros(2)
     assert list(tensors(nested(x, DEEP))) == [x]
     assert list(tensors(nested(x, DEEP + 1))) == []
@@ -47,7 +47,7 @@ def test_not_in_all_that_a_program_has():
     assert list(tensors(around)) == [x]
 
 
-def test_what_has_nothing_to_change_stays_the_same_object():
+def test_containers_without_tensors_are_not_copied():
     x, aux, whole = torch.zeros(2), [torch.ones(1)], {"a": [torch.ones(1)], "b": None}
     given = (x, aux, {"aux": aux, "x": [x]}, whole)
     made = map_tensors(torch.neg, given, which=lambda t: t is x)

@@ -1,6 +1,5 @@
-"""torch's own tests of DistributedDataParallel, with ours in its place: the bodies that come with
-torch, unchanged, at 2 ranks. They are written for GPUs; here every device they ask for is the CPU.
-"""
+"""torch's own tests of DistributedDataParallel, run on ours: the test bodies that come with torch,
+unchanged, at 2 ranks. They are written for GPUs; here every device is the CPU."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ with mock.patch.dict(os.environ, ENVIRONMENT, TEMP_DIR=tempfile.gettempdir()):
     from torch.testing._internal.distributed import distributed_test as torchs
 
     BASE = torchs.DistributedTest._DistTestBase
-settings.load_profile(PROFILE)  # torch's tests have loaded theirs
+settings.load_profile(PROFILE)  # torch's tests have loaded their own profile
 
 ABOUT = ("DistributedDataParallel", "DDP", "ddp", "SyncBatchNorm")
 NOT_HERE = {
@@ -45,7 +44,7 @@ NOT_HERE = {
     "test_ddp_has_finalized": "it waits for NCCL's watchdog",
     "test_ddp_hook_pickling_powerSGD": "torch.load refuses what it has saved",
 }
-# Where a body takes long on a CPU: what it says, and what it says here.
+# Bodies that take long on a CPU: text to replace -> replacement.
 SMALLER = {
     "test_ddp_uneven_inputs": {"dim = 1000": "dim = 20", "[2, 3, 10]": "[3]"},
     "test_ddp_compile_static_graph": {"compile(": "compile(backend='aot_eager', model="},
@@ -61,16 +60,16 @@ def about_ddp() -> list[str]:
     return [name for name in names if any(word in source(name) for word in ABOUT)]
 
 
-class Wrapped(DistributedDataParallel):
+class OursWithoutDevices(DistributedDataParallel):
     def __init__(
         self, module: nn.Module, device_ids: Any = None, output_device: Any = None, **more: Any
     ) -> None:
-        """`device_ids` and `output_device` name GPUs."""
+        """Ignores `device_ids` and `output_device`, which name GPUs."""
         super().__init__(module, **more)
 
 
 class OnCPU(TorchFunctionMode):
-    """Every device is the CPU."""
+    """Makes every device the CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.cuda:
@@ -92,15 +91,15 @@ def on_cpu(value: Any) -> Any:
     return torch.device("cpu") if named or number or isinstance(value, torch.device) else value
 
 
-def in_place(size: int) -> Iterator[AbstractContextManager[object]]:
-    """What stands in the place of torch's, and of GPUs, as many as ranks."""
+def patches(size: int) -> Iterator[AbstractContextManager[object]]:
+    """Patches that replace torch's classes by ours, and GPUs, as many as ranks, by the CPU."""
     for room in (nn.parallel, nn.parallel.distributed, torchs):
-        yield mock.patch.object(room, "DistributedDataParallel", Wrapped)
+        yield mock.patch.object(room, "DistributedDataParallel", OursWithoutDevices)
     yield mock.patch.object(nn, "SyncBatchNorm", SyncBatchNorm)
     to = nn.Module.to
     yield mock.patch.object(nn.Module, "to", lambda module, *a: to(module, *map(on_cpu, a)))
     yield mock.patch.object(nn.Module, "cuda", lambda module, *_: module)
-    yield mock.patch.object(torchs, "HAS_TORCHVISION", False)  # its models take long here
+    yield mock.patch.object(torchs, "HAS_TORCHVISION", False)  # its models take too long on a CPU
     yield mock.patch.object(torch.cuda, "is_available", return_value=False)
     yield mock.patch.object(torch.cuda, "device_count", return_value=size)
     yield mock.patch.object(torch.cuda, "current_device", return_value=0)
@@ -117,7 +116,7 @@ def run(comm: Communicator, name: str) -> None:
     for there, here in SMALLER.get(name, {}).items():
         assert there in text
         text = text.replace(there, here)
-    exec(text, vars(torchs), found)  # without its conditions, too
+    exec(text, vars(torchs), found)  # without the body's decorators, which are skip conditions
 
     class Case(BASE, TestCase):  # type: ignore[misc, valid-type]
         rank, world_size = comm.rank, comm.size
@@ -127,13 +126,13 @@ def run(comm: Communicator, name: str) -> None:
 
     torch.manual_seed(0)
     with ExitStack() as stack:
-        for other in in_place(comm.size):
+        for other in patches(comm.size):
             stack.enter_context(other)
         inspect.unwrap(found[name])(Case())
 
 
 @pytest.mark.parametrize("name", about_ddp())
-def test_torchs_body(ranks, name):
+def test_a_test_body_of_torch_passes(ranks, name):
     if name in NOT_HERE:
         pytest.skip(NOT_HERE[name])
     ranks(2)(run, name)

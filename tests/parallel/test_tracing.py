@@ -1,4 +1,5 @@
-"""A trace of training: each unit's forward, backward, gathers, frees and reductions; bytes."""
+"""A trace of training: each unit's forward, backward, gathers, frees and reductions, and bytes
+held."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def net() -> nn.Module:
     return nn.Sequential(*(Block() for _ in UNITS), nn.Linear(32, 1))
 
 
-def trains(comm: ringdp.Communicator, stage: int, path: Path) -> dict[str, int]:
+def train(comm: ringdp.Communicator, stage: int, path: Path) -> dict[str, int]:
     engine = ringdp.shard(net(), stage=stage, unit=Block, comm=comm)
     optimizer = torch.optim.AdamW(engine.model.parameters())
     before = [vars(o).copy() for o in (engine, engine.gathering, engine.ledger, *engine.units)]
@@ -42,15 +43,16 @@ def trains(comm: ringdp.Communicator, stage: int, path: Path) -> dict[str, int]:
             optimizer.step()
             optimizer.zero_grad()
     after = [vars(o) for o in (engine, engine.gathering, engine.ledger, *engine.units)]
-    assert [b.keys() for b in before] == [a.keys() for a in after]  # nothing is left around it
+    # tracing leaves no attribute on the modules
+    assert [b.keys() for b in before] == [a.keys() for a in after]
     held = engine.memory(optimizer)._asdict()
     engine.close()
     return held
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_every_span_of_a_step_is_there(ranks, tmp_path, stage: int):
-    held = ranks(2)(trains, stage, tmp_path / "run.json")
+def test_every_span_of_a_step_is_recorded(ranks, tmp_path, stage: int):
+    held = ranks(2)(train, stage, tmp_path / "run.json")
     read = TraceFile(tmp_path / "run.json")
     read.check_nesting()
     for rank in range(2):
@@ -64,7 +66,7 @@ def test_every_span_of_a_step_is_there(ranks, tmp_path, stage: int):
         assert names["step"] == {"optimizer step": STEPS}
         assert names["finish"] == {"wait for reductions": STEPS}
         gathered = [read.names(k, rank) for k in ("gather", "prefetch")]
-        uses = {0: 0, 2: len(units), 3: 2 * len(UNITS)}[stage]  # the last unit stays
+        uses = {0: 0, 2: len(units), 3: 2 * len(UNITS)}[stage]  # the last unit is not freed
         assert len(gathered[0]) + len(gathered[1]) == STEPS * uses
         assert names["free"].total() == STEPS * uses
         if stage == 3:
@@ -91,8 +93,8 @@ def check_memory(read: TraceFile, rank: int, held: dict[str, int]) -> None:
     }
 
 
-def trains_without_a_root(comm: ringdp.Communicator, stage: int, path: Path) -> None:
-    """What the model returns is what its last unit does."""
+def train_without_a_root(comm: ringdp.Communicator, stage: int, path: Path) -> None:
+    """The model's output is its last unit's."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in UNITS))
     engine = ringdp.shard(model, stage=stage, unit=nn.Linear, comm=comm)
@@ -103,15 +105,15 @@ def trains_without_a_root(comm: ringdp.Communicator, stage: int, path: Path) -> 
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_units_lie_in_a_root_that_owns_nothing(ranks, tmp_path, stage: int):
-    ranks(2)(trains_without_a_root, stage, tmp_path / "run.json")
+def test_units_lie_in_a_root_without_parameters(ranks, tmp_path, stage: int):
+    ranks(2)(train_without_a_root, stage, tmp_path / "run.json")
     read = TraceFile(tmp_path / "run.json")
     read.check_nesting()
     names = [f"backward {unit}" for unit in ("root", *reversed(UNITS))]
     assert read.names("backward", 0) == STEPS * names
 
 
-def raises_in_backward(comm: ringdp.Communicator, path: Path) -> None:
+def raise_in_backward(comm: ringdp.Communicator, path: Path) -> None:
     engine = ringdp.shard(net(), stage=3, unit=Block, comm=comm)
 
     def stop(_: torch.Tensor) -> None:
@@ -127,8 +129,8 @@ def raises_in_backward(comm: ringdp.Communicator, path: Path) -> None:
     engine.close()
 
 
-def test_a_backward_that_raised_leaves_no_span_open(ranks, tmp_path):
-    ranks(2)(raises_in_backward, tmp_path / "run.json")
+def test_a_backward_that_raises_leaves_no_span_open(ranks, tmp_path):
+    ranks(2)(raise_in_backward, tmp_path / "run.json")
     read = TraceFile(tmp_path / "run.json")
     read.check_nesting()
     for rank in range(2):
@@ -137,8 +139,8 @@ def test_a_backward_that_raised_leaves_no_span_open(ranks, tmp_path):
         assert backward["ts"] >= forward["ts"] + forward["dur"]
 
 
-def trains_one_of_two(comm: ringdp.Communicator, path: Path) -> list[dict[str, int]]:
-    """Three engines: one does nothing, two have optimizers that have stepped before the trace."""
+def train_with_three_engines(comm: ringdp.Communicator, path: Path) -> list[dict[str, int]]:
+    """Three engines: one idle, two with optimizers that stepped before the trace."""
     idle, *busy = (ringdp.shard(net(), stage=3, unit=Block, comm=comm) for _ in range(3))
     optimizers = [
         torch.optim.AdamW(busy[0].model.parameters()),
@@ -160,8 +162,8 @@ def trains_one_of_two(comm: ringdp.Communicator, path: Path) -> list[dict[str, i
     return held
 
 
-def test_each_engine_that_does_something_has_its_own_bytes(ranks, tmp_path):
-    held = ranks(2)(trains_one_of_two, tmp_path / "run.json")
+def test_each_active_engine_has_its_own_memory_counter(ranks, tmp_path):
+    held = ranks(2)(train_with_three_engines, tmp_path / "run.json")
     read = TraceFile(tmp_path / "run.json")
     for rank, of in enumerate(held):
         engines = read.about["parts"][str(rank)]["engines"]
@@ -174,13 +176,13 @@ def test_each_engine_that_does_something_has_its_own_bytes(ranks, tmp_path):
             ]
             first, *_, last = sorted(points, key=lambda e: e["ts"])
             kept = {k: expected[k] for k in ("parameters", "gradients", "optimizer")}
-            assert {k: first["args"][k] for k in kept} == kept  # from the trace's start on
+            assert {k: first["args"][k] for k in kept} == kept  # from the start of the trace
             assert first["ts"] < min(s["ts"] for s in read.spans("forward", rank))
             assert set(last["args"].values()) == {0}
 
 
-class Around(torch.optim.Optimizer):
-    """Keeps what another, which steps within it, has last made of each parameter."""
+class OuterOptimizer(torch.optim.Optimizer):
+    """Steps another optimizer, and keeps a copy of each parameter after it."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__(inner.param_groups[0]["params"], {})
@@ -193,10 +195,10 @@ class Around(torch.optim.Optimizer):
             self.state[p]["last"] = p.detach().clone()
 
 
-def trains_with_one_around_another(comm: ringdp.Communicator, path: Path) -> int:
+def train_with_nested_optimizers(comm: ringdp.Communicator, path: Path) -> int:
     engine = ringdp.shard(net(), stage=2, unit=Block, comm=comm)
     inner = torch.optim.SGD(engine.model.parameters(), lr=0.1, momentum=0.9)
-    outer = Around(inner)
+    outer = OuterOptimizer(inner)
     with ringdp.trace(path):
         engine.model(torch.ones(4, 32)).mean().backward()
         outer.step()
@@ -205,16 +207,16 @@ def trains_with_one_around_another(comm: ringdp.Communicator, path: Path) -> int
     return held
 
 
-def test_an_optimizer_around_another_has_its_bytes_counted(ranks, tmp_path):
-    held = ranks(2)(trains_with_one_around_another, tmp_path / "run.json")
+def test_the_state_of_nested_optimizers_is_counted(ranks, tmp_path):
+    held = ranks(2)(train_with_nested_optimizers, tmp_path / "run.json")
     read = TraceFile(tmp_path / "run.json")
     for rank in range(2):
         counters = [e for e in read.events if e["ph"] == "C" and e["pid"] == rank]
         assert max(e["args"]["optimizer"] for e in counters) == held[rank]
 
 
-def test_backward_follows_forward_and_blocks_lie_in_the_root(ranks, tmp_path):
-    ranks(2)(trains, 3, tmp_path / "run.json")
+def test_spans_are_ordered_and_nested(ranks, tmp_path):
+    ranks(2)(train, 3, tmp_path / "run.json")
     read = TraceFile(tmp_path / "run.json")
     first = read.names("forward", 0)[: len(UNITS) + 1]
     assert first == ["forward root", *(f"forward {unit}" for unit in UNITS)]
@@ -224,7 +226,7 @@ def test_backward_follows_forward_and_blocks_lie_in_the_root(ranks, tmp_path):
     ]
 
 
-def reduces(comm: ringdp.Communicator, path: Path) -> None:
+def train_ddp(comm: ringdp.Communicator, path: Path) -> None:
     model = ringdp.DistributedDataParallel(net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with ringdp.trace(path):
@@ -236,8 +238,8 @@ def reduces(comm: ringdp.Communicator, path: Path) -> None:
             optimizer.zero_grad()
 
 
-def test_ddp(ranks, tmp_path):
-    ranks(2)(reduces, tmp_path / "run.json")
+def test_ddps_forwards_and_reductions_are_recorded(ranks, tmp_path):
+    ranks(2)(train_ddp, tmp_path / "run.json")
     read = TraceFile(tmp_path / "run.json")
     read.check_nesting()
     for rank in range(2):

@@ -1,4 +1,4 @@
-"""Which parameters make a unit: the rules, ties, nesting, and what a wrong rule is told."""
+"""How parameters are grouped into units: rules, tied weights, nesting, and wrong rules."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def linear() -> nn.Linear:
 
 
 def on_a_gpu() -> nn.Linear:
-    """A fake one, which needs none."""
+    """A fake one; no GPU is needed."""
     made = linear()
     with FakeTensorMode():
         made.weight = nn.Parameter(torch.empty(2, 2, device="cuda:0"))
@@ -58,7 +58,7 @@ def test_containers_are_looked_through():
     }
 
 
-def test_a_rule_is_a_class_several_or_a_predicate():
+def test_a_rule_can_be_a_class_classes_or_a_predicate():
     net = Model(a=linear(), b=nn.LayerNorm(2, bias=False), c=nn.Sequential(linear()))
     assert list(owned(net, nn.Linear)) == ["", "a", "c.0"]
     assert list(owned(net, (nn.LayerNorm, nn.Sequential))) == ["", "b", "c"]
@@ -108,7 +108,7 @@ def test_a_unit_registered_twice_is_one():
 
 
 @pytest.mark.parametrize(
-    ("model", "rule", "said"),
+    ("model", "rule", "message"),
     [
         (nn.ReLU(), None, "no parameter"),
         (nn.Sequential(linear()), nn.Sequential, "matches no module within the model; it has Lin"),
@@ -136,7 +136,7 @@ def test_a_unit_registered_twice_is_one():
         ),
     ],
 )
-def test_a_wrong_model_or_rule_is_told_what_is_allowed(model, rule, said):
+def test_wrong_models_and_rules_are_refused(model, rule, message):
     with pytest.raises(ringdp.UsageError) as error:
         find_units(model, rule)
-    assert said in str(error.value)
+    assert message in str(error.value)

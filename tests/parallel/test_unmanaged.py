@@ -1,4 +1,4 @@
-"""Parameters put into a model after it was sharded, which no unit has: an error names them."""
+"""Parameters added to a model after it was sharded belong to no unit: an error names them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import ringdp
 from ringdp import Communicator, Engine, Precision, UsageError
-from tests.parallel.small import APART, WIDTH, loss, net, plain_and_apart
+from tests.parallel.small import COMPUTE_IN_FLOAT64, WIDTH, loss, net, with_and_without_precision
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
@@ -48,10 +48,10 @@ CHANGES: dict[str, Callable[[Engine], None]] = {
 }
 
 
-@plain_and_apart
+@with_and_without_precision
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @on_ranks(2)
-def test_parameters_that_no_unit_has_are_told(
+def test_parameters_without_a_unit_are_refused(
     comm: Communicator, stage: int, precision: Precision | None
 ) -> None:
     for late in (False, True):
@@ -71,8 +71,8 @@ def test_parameters_that_no_unit_has_are_told(
 
 @pytest.mark.parametrize("stage", [0, 3])
 @on_ranks(2)
-def test_they_are_told_where_blocks_are_called(comm: Communicator, stage: int) -> None:
-    """The model's own forward is not called, nor is the first iteration over."""
+def test_parameters_without_a_unit_are_refused_in_a_block(comm: Communicator, stage: int) -> None:
+    """The blocks are called directly, not through the model, in the first iteration."""
     engine = ringdp.shard(model := net(), stage=stage, comm=comm)
     put_layer(engine)
     with pytest.raises(UsageError, match=r"parameter 2\.weight"):
@@ -80,13 +80,13 @@ def test_they_are_told_where_blocks_are_called(comm: Communicator, stage: int) -
     engine.close()
 
 
-@plain_and_apart
+@with_and_without_precision
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @on_ranks(2)
-def test_what_trains_as_in_one_process_is_left_alone(
+def test_harmless_changes_of_the_model_train_as_in_one_process(
     comm: Communicator, stage: int, precision: Precision | None
 ) -> None:
-    """Forwards without a backward, a frozen parameter added, a layer taken away, one frozen."""
+    """Forwards without a backward, a frozen parameter added, a layer frozen or removed."""
     model, twin = net(), net()
     engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
     for change in (
@@ -106,8 +106,9 @@ def test_what_trains_as_in_one_process_is_left_alone(
 
 
 @on_ranks(2)
-def test_it_is_called_with_other_tensors_for_its_parameters(comm: Communicator) -> None:
-    """Of other tensors, which are nobody's to reduce, and evaluated, of other parameters."""
+def test_functional_call_works_in_stage_0(comm: Communicator) -> None:
+    """Calls with other tensors, whose gradients are not reduced; and evaluation with other
+    parameters."""
     engine = ringdp.shard(model := net(), stage=0, comm=comm)
     others = {name: p.detach().requires_grad_() for name, p in model.named_parameters()}
     with torch.no_grad():
@@ -119,11 +120,11 @@ def test_it_is_called_with_other_tensors_for_its_parameters(comm: Communicator) 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @on_ranks(2)
-def test_other_tensors_are_told_where_they_would_not_be_used(
+def test_functional_call_is_refused_where_it_would_be_ignored(
     comm: Communicator, stage: int
 ) -> None:
-    """Its own parameters took their place without a word."""
-    engine = ringdp.shard(model := net(), stage=stage, precision=APART, comm=comm)
+    """Otherwise the module would silently use its own parameters."""
+    engine = ringdp.shard(model := net(), stage=stage, precision=COMPUTE_IN_FLOAT64, comm=comm)
     zeros = {name: torch.zeros_like(p) for name, p in net().named_parameters()}
     x = torch.ones(1, WIDTH)
     with pytest.raises(UsageError, match=r"0\.0\.weight is another .* within full_parameters"):

@@ -1,4 +1,4 @@
-"""Writing to whole parameters: between steps, amid a forward, and before a checkpoint."""
+"""Writing to full parameters: between steps, during a forward, and before a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from tests.parallel.small import (
     batch,
     loss,
     net,
-    plain_and_apart,
-    whole,
+    whole_parameters,
+    with_and_without_precision,
 )
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
 
-@plain_and_apart
+@with_and_without_precision
 @pytest.mark.parametrize("stage", range(4))
 @on_ranks(2)
-def test_what_is_kept_is_what_was_to_be_written(
+def test_only_writes_with_write_true_are_kept(
     comm: Communicator, stage: int, precision: Precision | None
 ) -> None:
     model = net()
     engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
     with engine.full_parameters(write=True), torch.no_grad():
         ones = torch.ones_like(parameters_to_vector(model.parameters()))
-        vector_to_parameters(ones, model.parameters())  # by p.data
-    assert all((p == 1).all() for p in whole(engine))
+        vector_to_parameters(ones, model.parameters())  # assigns p.data
+    assert all((p == 1).all() for p in whole_parameters(engine))
     optimizer = torch.optim.SGD(model.parameters())
     with engine.full_parameters():
         with pytest.raises(UsageError, match=r"load_state_dict .* within full_parameters\(write"):
@@ -46,7 +46,7 @@ def test_what_is_kept_is_what_was_to_be_written(
             optimizer.step()
         for p in model.parameters():
             p.data.zero_()
-    assert all((p == 1).all() for p in whole(engine))
+    assert all((p == 1).all() for p in whole_parameters(engine))
     for call in (model[0].state_dict, lambda: model[0].load_state_dict(net()[0].state_dict())):
         if stage:
             with pytest.raises(UsageError, match="of a sharded model"):
@@ -68,8 +68,8 @@ def test_what_is_kept_is_what_was_to_be_written(
     engine.close()
 
 
-class Writes(nn.Sequential):
-    """Its forward writes to a weight, `how`."""
+class WritesInForward(nn.Sequential):
+    """Its forward writes to a weight, by `how`."""
 
     how: Callable[[nn.Parameter], object] | None = None
 
@@ -80,28 +80,28 @@ class Writes(nn.Sequential):
         return super().forward(x)
 
 
-def assigns(p: nn.Parameter) -> None:
+def assign(p: nn.Parameter) -> None:
     p.data = p.data.clamp(min=0)
 
 
-@plain_and_apart
+@with_and_without_precision
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @on_ranks(2)
-def test_a_write_amid_a_forward_is_kept_or_told(
+def test_a_write_during_a_forward_is_kept_or_refused(
     comm: Communicator, stage: int, precision: Precision | None
 ) -> None:
-    """It was lost without a word."""
+    """Such a write must not be lost silently."""
 
-    def made() -> Writes:
+    def make() -> WritesInForward:
         torch.manual_seed(0)
-        return Writes(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+        return WritesInForward(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
 
-    model, twin = made(), made()
+    model, twin = make(), make()
     engine = ringdp.shard(model, stage=stage, unit=1 << 40, precision=precision, comm=comm)
-    for how in (lambda p: p.clamp_(min=0), lambda p: p.data.mul_(0.5), assigns):
+    for how in (lambda p: p.clamp_(min=0), lambda p: p.data.mul_(0.5), assign):
         model.how = how
-        if how is not assigns and stage < 3 and not precision:
-            twin.how = how  # it is kept, which is right where all ranks write the same
+        if how is not assign and stage < 3 and not precision:
+            twin.how = how  # kept, and right if all ranks write the same
             for one in (model, twin):
                 loss(one).backward()
                 one.zero_grad()
@@ -119,14 +119,13 @@ def test_a_write_amid_a_forward_is_kept_or_told(
     engine.close()
 
 
-@plain_and_apart
+@with_and_without_precision
 @pytest.mark.parametrize("stage", range(4))
 @on_ranks(2)
-def test_blocks_called_alone_have_what_was_written(
+def test_blocks_called_directly_use_written_values(
     comm: Communicator, stage: int, precision: Precision | None
 ) -> None:
-    """As averages are swapped in where parts of a model are evaluated: they had what was gathered
-    before."""
+    """As when averaged weights are swapped in to evaluate parts of a model."""
     engine = ringdp.shard(model := net(), stage=stage, precision=precision, comm=comm)
     loss(model).backward()
     model.zero_grad()
@@ -149,21 +148,21 @@ def test_blocks_called_alone_have_what_was_written(
             for block in blocks:
                 block(x)
             counts.append(engine.sent_bytes())
-    assert counts[1] - counts[0] == counts[2] - counts[1]  # nothing is gathered in vain
+    assert counts[1] - counts[0] == counts[2] - counts[1]  # nothing is gathered needlessly
     assert len(engine.gathering._seen) <= len(engine.units)
     engine.close()
 
 
-@plain_and_apart
+@with_and_without_precision
 @pytest.mark.parametrize("stage", range(4))
 @on_ranks(2)
-def test_what_is_put_into_data_may_be_evaluated_before_it_trains(
+def test_assigned_data_can_be_evaluated_before_training(
     comm: Communicator, stage: int, precision: Precision | None
 ) -> None:
-    """Memory that is taken in inference mode is not for autograd."""
+    """Memory allocated in inference mode cannot be used by autograd."""
     model, twin = net(), net()
     engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
-    held: list[object] = []  # so that stage 3 takes other memory
+    held: list[object] = []  # keeps memory alive, so that stage 3 takes other memory
     for one in (model, twin):
         optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
         for p in one.parameters():
@@ -180,9 +179,7 @@ def test_what_is_put_into_data_may_be_evaluated_before_it_trains(
 
 @pytest.mark.parametrize("stage", [0, 3])
 @on_ranks(2)
-def test_a_checkpoint_has_what_was_put_into_data(
-    comm: Communicator, tmp_path: Path, stage: int
-) -> None:
+def test_a_checkpoint_has_assigned_data(comm: Communicator, tmp_path: Path, stage: int) -> None:
     model = net()
     engine = ringdp.shard(model, stage=stage, comm=comm)
     for p in model.parameters():
@@ -191,5 +188,5 @@ def test_a_checkpoint_has_what_was_put_into_data(
     for p in model.parameters():
         p.data = torch.zeros_like(p)
     ringdp.load(tmp_path, engine)
-    assert all((p == 1).all() for p in whole(engine))
+    assert all((p == 1).all() for p in whole_parameters(engine))
     engine.close()

@@ -1,4 +1,4 @@
-"""Optimizers that keep numbers in their groups count on in ZeroRedundancyOptimizer."""
+"""Optimizers that count in their parameter groups work in ZeroRedundancyOptimizer."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from tests.ranks import on_ranks
 pytestmark = pytest.mark.process
 
 
-class Counts(torch.optim.Optimizer):
-    """Steps by lr over the number of the step, which is in the group, as in schedule-free ones."""
+class CountingOptimizer(torch.optim.Optimizer):
+    """Steps by lr divided by the number of the step, which it keeps in the group, as schedule-free
+    optimizers do."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr, "k": 0})
@@ -33,12 +34,12 @@ class Counts(torch.optim.Optimizer):
 
 
 @on_ranks(2)
-def test_what_an_optimizer_counts_in_its_groups_is_kept(comm: Communicator) -> None:
+def test_counts_in_parameter_groups_are_kept(comm: Communicator) -> None:
     weights: list[list[Tensor]] = []
     for sharded in (False, True):
         model = ringdp.DistributedDataParallel(net(), process_group=comm)
-        ours = (Counts, comm) if sharded else ()
-        make = fronts.ZeroRedundancyOptimizer if sharded else Counts
+        ours = (CountingOptimizer, comm) if sharded else ()
+        make = fronts.ZeroRedundancyOptimizer if sharded else CountingOptimizer
         optimizer = make(model.parameters(), *ours, lr=0.1)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
         for step in range(3):

@@ -1,5 +1,5 @@
-"""ZeroRedundancyOptimizer in torch's Join: as the optimizer that every rank has whole; and what it
-refuses of gradients and groups."""
+"""ZeroRedundancyOptimizer in torch's Join equals the unsharded optimizer; and gradients and groups
+that it refuses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.algorithms.join import Join
 import ringdp
 from ringdp import Communicator, UsageError
 from ringdp.parallel import fronts
-from tests.parallel.ddp_cases import Branches, backward, equal, gloo, says
+from tests.parallel.ddp_cases import Branches, backward, equal, error_text, gloo
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
@@ -22,11 +22,11 @@ pytestmark = pytest.mark.process
 @pytest.mark.parametrize("by_initial_size", [True, False])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 @on_ranks(2)
-def test_ranks_without_inputs_step_their_slices_as_the_others_do(
+def test_ranks_without_inputs_step_their_slices(
     comm: Communicator, kind: Any, by_initial_size: bool
 ) -> None:
-    """Beside DDP, and a step of all ranks after each join. AdamW only once: of the whole one, a
-    rank that ends early does not keep the state. One parameter is never used."""
+    """With DDP, and one step of all ranks after each join. AdamW joins only once, since an
+    unsharded one does not keep the state of a rank that ends early. One parameter is never used."""
     gloo()
     numbers = [1 + 2 * comm.rank, 1 + 2 * (comm.size - 1 - comm.rank)]
     found: list[list[Tensor]] = []
@@ -52,7 +52,7 @@ def test_ranks_without_inputs_step_their_slices_as_the_others_do(
     assert all(map(equal, found[:half], found[half:]))
 
 
-def early(comm: Communicator) -> str:
+def end_early(comm: Communicator) -> str:
     gloo()
     net = ringdp.DistributedDataParallel(nn.Linear(12, 3))
     optimizer = fronts.ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
@@ -63,26 +63,29 @@ def early(comm: Communicator) -> str:
                 backward(net, step, comm.rank)
                 optimizer.step()
 
-    return says(train, RuntimeError)
+    return error_text(train, RuntimeError)
 
 
-def test_an_early_end_is_told(ranks):
-    ended, other = ranks(2)(early)
+def test_join_can_raise_on_early_termination(ranks):
+    ended, other = ranks(2)(end_early)
     assert "Rank 0 exhausted all inputs" in ended
     assert "at least one rank that exhausted inputs" in other
 
 
-def refused(comm: Communicator) -> list[str]:
+def collect_refusals(comm: Communicator) -> list[str]:
     model = nn.Embedding(4, 3, sparse=True)
     optimizer = fronts.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, comm, lr=0.1)
     model(torch.tensor([1])).sum().backward()
     before = model.weight.detach().clone()
-    said = [says(optimizer.step, UsageError), says(lambda: Join([optimizer]), UsageError)]
+    messages = [
+        error_text(optimizer.step, UsageError),
+        error_text(lambda: Join([optimizer]), UsageError),
+    ]
     assert torch.equal(model.weight, before)
-    return said
+    return messages
 
 
-def test_sparse_gradients_and_groups_that_join_cannot_count_are_told(ranks):
-    for sparse, group in ranks(2)(refused):
+def test_sparse_gradients_and_communicators_in_join_are_refused(ranks):
+    for sparse, group in ranks(2)(collect_refusals):
         assert "parameter of shape [4, 3] is torch.sparse_coo; allowed: dense" in sparse
         assert "torch.distributed group: give the optimizer" in group

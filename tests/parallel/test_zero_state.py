@@ -1,4 +1,4 @@
-"""The state of ZeroRedundancyOptimizer: gathered on one rank, as torch's, and loaded on all."""
+"""The state of ZeroRedundancyOptimizer: consolidated on one rank, as torch's, and loaded on all."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ pytestmark = pytest.mark.process
 
 
 def script(comm: Communicator, kind: Any, make: Any) -> tuple[Any, list[Tensor]]:
-    """Trains, saves on the last rank, and goes on with another optimizer, on all ranks."""
+    """Trains, saves on the last rank, and continues with another optimizer on all ranks."""
     model = ringdp.DistributedDataParallel(net(), process_group=comm)
     weights, biases = ([p for p in model.parameters() if p.dim() == d] for d in (2, 1))
     groups = [{"params": biases, "lr": 0.01}, {"params": weights}]
 
-    def made() -> Any:
+    def make_optimizer() -> Any:
         return make([dict(g) for g in groups], optimizer_class=kind, lr=0.1)
 
-    optimizer, last = made(), comm.size - 1
+    optimizer, last = make_optimizer(), comm.size - 1
     step(model, optimizer, 0, 1)
     torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5).step()
     if hasattr(optimizer, "consolidate_state_dict"):
@@ -42,7 +42,7 @@ def script(comm: Communicator, kind: Any, make: Any) -> tuple[Any, list[Tensor]]
                 optimizer.state_dict()
     saved: list[Any] = [optimizer.state_dict() if comm.rank == last else None]
     dist.broadcast_object_list(saved, last)
-    fresh = made()
+    fresh = make_optimizer()
     fresh.load_state_dict(copy.deepcopy(saved[0]))
     assert [g["lr"] for g in fresh.param_groups] == [0.005, 0.05]
     step(model, fresh, 2, 3)
@@ -56,7 +56,7 @@ def script(comm: Communicator, kind: Any, make: Any) -> tuple[Any, list[Tensor]]
 )
 @pytest.mark.parametrize("n", [2, 3])
 @on_ranks()
-def test_a_script_saves_and_loads_it_as_torchs(comm: Communicator, kind: Any) -> None:
+def test_states_are_saved_and_loaded_as_torchs(comm: Communicator, kind: Any) -> None:
     gloo()
     ours, weights = script(comm, kind, fronts.ZeroRedundancyOptimizer)
     for make in (torchs.ZeroRedundancyOptimizer, lambda g, optimizer_class, lr: kind(g, lr=lr)):
