@@ -1,4 +1,5 @@
-"""Commands under test: run as processes that never outlive their test, refused, or printed."""
+"""Fixtures for testing commands: as processes that do not outlive their test, refused, or
+printed."""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ from rich.console import Console
 
 from ringdp.cli.main import main
 
-SECONDS = 600.0  # only a hang reaches it
+SECONDS = 600.0  # only a hang takes as long
 
 
 @contextmanager
 def processes() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """It starts a process with its output in pipes, in a group of its own."""
+    """A function that starts a process, in a group of its own, with its output in pipes."""
     started: list[subprocess.Popen[str]] = []
 
     def run(*command: str) -> subprocess.Popen[str]:
@@ -49,20 +50,21 @@ def printed(show: Callable[[Console], object], width: int, *, terminal: bool = T
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """start(*command): see `processes`."""
+    """start(*command): starts a process, see `processes`."""
     with processes() as start:
         yield start
 
 
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., None]:
-    """refused(*arguments, says="..."): as bad input is, with exit code 2 and one line on stderr."""
+    """refused(*arguments, message="..."): asserts exit code 2 and one line with the message on
+    stderr."""
 
-    def refused(*arguments: str, says: str) -> None:
+    def refused(*arguments: str, message: str) -> None:
         assert main([*arguments]) == 2
         captured = capsys.readouterr()
         assert captured.out == ""
         assert captured.err.count("\n") == 1
-        assert says in captured.err
+        assert message in captured.err
 
     return refused

@@ -1,4 +1,4 @@
-"""`ringdp train` with ranks that misbehave: `python misbehaving.py ENTRY`, run as a process."""
+"""`ringdp train` with ranks that misbehave: `python misbehaving.py ENTRY` runs one of them."""
 
 import os
 import signal
@@ -29,7 +29,7 @@ def _running(emit: Emit) -> int:
 def raises(job: Job, emit: Emit) -> list[Record]:
     comm = ringdp.init()
     _running(emit)
-    comm.barrier()  # both have said so
+    comm.barrier()  # both ranks have emitted their pid
     if comm.rank == 1:
         raise ValueError("the cause, on rank 1")
     time.sleep(3600)
@@ -37,7 +37,7 @@ def raises(job: Job, emit: Emit) -> list[Record]:
 
 
 def raises_then_peer_lost(job: Job, emit: Emit) -> list[Record]:
-    """Rank 0 waits for rank 1 in a collective, and may die of its failure."""
+    """Rank 0 waits for rank 1 in a collective, and may fail of its failure."""
     comm = ringdp.init()
     _running(emit)
     comm.barrier()
@@ -54,8 +54,8 @@ def killed(job: Job, emit: Emit) -> list[Record]:
     return []
 
 
-def leaves(job: Job, emit: Emit) -> list[Record]:
-    """Rank 1, as if it were done, but without a result."""
+def exits_without_result(job: Job, emit: Emit) -> list[Record]:
+    """Rank 1 exits with code 0, but without a result."""
     if _running(emit) == 1:
         os._exit(0)
     time.sleep(3600)
@@ -63,7 +63,7 @@ def leaves(job: Job, emit: Emit) -> list[Record]:
 
 
 def killed_then_peer_lost(job: Job, emit: Emit) -> list[Record]:
-    """Rank 0 notices rank 1's death when the launcher has asked it to end already."""
+    """Rank 0 notices rank 1's death when the launcher has already told it to end."""
     launch.LAST_WORDS = 20.0  # a busy machine is slow
     comm = ringdp.init()
     comm.barrier()
@@ -87,7 +87,7 @@ def talks(job: Job, emit: Emit) -> list[Record]:
 
 
 def killed_while_it_talks(job: Job, emit: Emit) -> list[Record]:
-    """Rank 1, inside an event. What rank 0 says of it comes later."""
+    """Rank 1 is killed in the middle of an event; rank 0's error comes later."""
     launch.LAST_WORDS = 20.0  # a busy machine is slow
     comm = ringdp.init()
     comm.barrier()
@@ -99,9 +99,9 @@ def killed_while_it_talks(job: Job, emit: Emit) -> list[Record]:
 
 
 if __name__ == "__main__":
-    import misbehaving  # by this name, which the ranks can import too
+    import misbehaving  # the ranks can import it by this name
 
     launch._MODULES = ["__main__"]  # no rank makes an optimizer, whose imports take seconds
     entry = getattr(misbehaving, sys.argv[1])
-    sys.stdout.reconfigure(encoding="utf-8")  # else the locale's, which may lack ×
+    sys.stdout.reconfigure(encoding="utf-8")  # the locale's encoding may lack ×
     sys.exit(exit_code(lambda: run(OPTIONS, Console(), entry=entry)))

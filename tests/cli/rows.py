@@ -1,4 +1,4 @@
-"""Records with fixed numbers."""
+"""Records of `ringdp train` with fixed numbers."""
 
 from dataclasses import replace
 

@@ -1,4 +1,5 @@
-"""Bad input: one line on stderr that says what was wrong and what is allowed, exit code 2."""
+"""Bad input gives exit code 2 and one line on stderr that says what was wrong and what is
+allowed."""
 
 import re
 from importlib import metadata
@@ -46,28 +47,26 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("arguments", "says"), REFUSED.values(), ids=REFUSED.keys())
-def test_one_line_and_exit_code_2(arguments: list[str], says: str, refused) -> None:
-    refused("train", *arguments, says=says)
+@pytest.mark.parametrize(("arguments", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_bad_input_is_refused_in_one_line(arguments: list[str], message: str, refused) -> None:
+    refused("train", *arguments, message=message)
 
 
-def test_no_command_is_answered_with_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     captured = capsys.readouterr()
     assert captured.out.startswith("Usage: ringdp ")
     assert captured.err == ""
 
 
-def test_no_such_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trian"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert error.endswith("; see `ringdp --help`\n")
 
 
-def test_too_short_text_says_how_much_is_needed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_too_short_text_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     short = tmp_path / "short"
     short.write_bytes(b"x" * 64)
     assert main(["train", "--text", str(short), "--context", "64"]) == 2
@@ -89,7 +88,7 @@ def test_a_refused_run_leaves_files_as_they_were(tmp_path: Path, option: str) ->
 
 
 @pytest.mark.parametrize("columns", ["80", "40"])
-def test_help_says_whole_what_every_command_does(
+def test_the_help_is_not_cut_off(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: str
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
@@ -99,6 +98,6 @@ def test_help_says_whole_what_every_command_does(
     assert "..." not in shown
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"ringdp {metadata.version('ringdp')}\n"

@@ -1,4 +1,4 @@
-"""What is printed fits a terminal of any width, and is whole in a file."""
+"""Printed tables fit a terminal of any width, and are complete in a file."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ BENCH = Path(__file__).parents[2] / "bench/results/all_reduce.json"
 BENCHED = BenchOptions("all_reduce")
 PLAN = PlanOptions(
     model="gpt2", ranks=2, network=BENCH.name, flops=1e11
-)  # a path of any width is printed
-LEAST = 40  # characters of a terminal that everything fits
+)  # a relative path, which fits any width
+NARROWEST = 40  # the narrowest terminal, in characters, that everything fits
 LARGE = error.Row("two_way_ring", "bfloat16", 64, "normal", 4123.4, 5.1e33, 0.5, True)
 
 
@@ -43,28 +43,28 @@ ROWS = [row(), peer("gloo", 300.0)]
 
 
 @pytest.fixture(autouse=True)
-def beside_the_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+def in_the_results_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(BENCH.parent)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("width", [LEAST, 80])
-def test_a_terminal_shows_all_of_it_and_breaks_no_word(command: str, width: int) -> None:
+@pytest.mark.parametrize("width", [NARROWEST, 80])
+def test_a_terminal_shows_everything_without_breaking_words(command: str, width: int) -> None:
     text, whole = (printed(COMMANDS[command], w) for w in (width, 1000))
     assert max(map(len, text.splitlines())) <= width
     assert "…" not in text
-    if command != "bench":  # which leaves columns out
+    if command != "bench":  # `bench` drops columns
         assert set(whole.replace("─", "").split()) == set(text.replace("─", "").split())
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_file_gets_it_whole_whatever_its_width_is_said_to_be(command: str) -> None:
-    text = printed(COMMANDS[command], LEAST, terminal=False)
+def test_a_file_gets_everything_at_any_width(command: str) -> None:
+    text = printed(COMMANDS[command], NARROWEST, terminal=False)
     assert text == printed(COMMANDS[command], 1000, terminal=False)
     assert [line for line in text.splitlines() if line != line.rstrip()] == []
 
 
-def test_a_table_too_wide_becomes_several_with_its_keys_in_each() -> None:
+def test_a_too_wide_table_is_split_and_repeats_its_keys() -> None:
     made = table("name", "first", "second", "third", left=("name",))
     made.add_row("a", "1", "2", "3")
     text = printed(lambda console: show_table(console, made), 22)
@@ -72,7 +72,7 @@ def test_a_table_too_wide_becomes_several_with_its_keys_in_each() -> None:
     assert rows == [["name", "first", "second"], ["a", "1", "2"], ["name", "third"], ["a", "3"]]
 
 
-def test_a_line_is_whole_in_a_file_and_broken_between_words_on_a_terminal() -> None:
+def test_lines_are_wrapped_on_a_terminal_only() -> None:
     for terminal, expected in ((False, "ten letters\n"), (True, "ten\nletters\n")):
         text = printed(lambda console: say(console, "ten letters"), 8, terminal=terminal)
         assert text.replace(" \n", "\n") == expected

@@ -1,4 +1,4 @@
-"""`ringdp doctor`: what is here, and what a job does that goes on meanwhile."""
+"""`ringdp doctor`: the checks of this machine, and a running job seen from outside."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ pytestmark = pytest.mark.process
 PR_SET_NAME = 15  # linux/prctl.h
 
 
-def test_what_is_here(capsys):
-    assert main(["doctor"]) == 0  # these tests need all that ringdp needs
+def test_the_checks_of_this_machine_pass(capsys):
+    assert main(["doctor"]) == 0  # the tests need everything that ringdp needs
     shown = capsys.readouterr().out
     assert re.search(rf"^ok +torch +{re.escape(torch.__version__)}", shown, re.M)
     assert shown.endswith("ringdp can run here\n")
 
 
-def test_as_json(capsys):
+def test_the_checks_are_printed_as_json(capsys):
     assert main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     checks = {check["what"]: check for check in found["checks"]}
@@ -56,7 +56,7 @@ def test_as_json(capsys):
 
 
 @pytest.mark.parametrize(("needed", "code"), [(True, 1), (False, 0)])
-def test_only_what_is_needed_counts(monkeypatch, capsys, needed, code):
+def test_only_needed_checks_decide_the_exit_code(monkeypatch, capsys, needed, code):
     lacking = report.Check("[red]", "none", needed=needed, advice="get one")
     monkeypatch.setattr(report, "examine", lambda: [lacking])
     assert main(["doctor"]) == code
@@ -66,7 +66,7 @@ def test_only_what_is_needed_counts(monkeypatch, capsys, needed, code):
 @pytest.mark.parametrize(
     ("cuda", "extra"), [("12.8", "cuda12]'"), ("13.0", "cuda13]'"), (None, "cuda13]' or 'ringdp[")]
 )
-def test_who_has_no_nccl_is_told_the_extra_for_their_torch(monkeypatch, cuda, extra):
+def test_without_nccl_the_right_extra_is_named(monkeypatch, cuda, extra):
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(report, "_libnccl", list)
     monkeypatch.setattr(report, "_version", lambda package: None)
@@ -74,8 +74,8 @@ def test_who_has_no_nccl_is_told_the_extra_for_their_torch(monkeypatch, cuda, ex
         assert f"pip install 'ringdp[{extra}" in check.advice
 
 
-def test_a_process_may_have_any_name():
-    """The kernel cuts one after 15 bytes, here inside a character."""
+def test_processes_may_have_any_name():
+    """The kernel cuts a name after 15 bytes, here inside a character."""
     before = Path("/proc/self/comm").read_bytes().rstrip()
     named = partial(ctypes.CDLL(None).prctl, PR_SET_NAME)
     named("тренировка".encode())
@@ -86,7 +86,7 @@ def test_a_process_may_have_any_name():
         named(before)
 
 
-def waits(comm: Communicator, path: str) -> None:
+def rank_0_waits(comm: Communicator, path: str) -> None:
     while comm.rank == 1 and not Path(path).exists():
         time.sleep(0.01)
     comm.all_reduce(torch.ones(100), tag=5)
@@ -97,12 +97,12 @@ def arrive(comm: Communicator) -> None:
 
 
 @pytest.fixture
-def hanging(fresh_ranks, tmp_path) -> Iterator[Pool]:
-    """Two ranks, of which rank 0 waits for rank 1, which is in the user's code."""
+def waiting_pool(fresh_ranks, tmp_path) -> Iterator[Pool]:
+    """Two ranks: rank 0 waits for rank 1, which is in user code."""
     pool = fresh_ranks(2)  # with one communicator
-    pool(arrive)  # else its ranks may still be on their way to each other
+    pool(arrive)  # otherwise its ranks might still be connecting
     with ThreadPoolExecutor(1) as thread:
-        job = thread.submit(pool, waits, str(tmp_path / "go"))
+        job = thread.submit(pool, rank_0_waits, str(tmp_path / "go"))
         try:
             while not any(watched.record(0).waits_for == 1 for watched in views(pool)):
                 assert not job.done(), job.exception()
@@ -117,8 +117,8 @@ def views(pool: Pool) -> list[Watched]:
     return [Watched(path) for path in segments([pool.processes[0].pid])]
 
 
-def test_a_running_job_is_shown_and_goes_on(hanging, capsys):
-    for process in hanging.processes:
+def test_a_running_job_is_shown_and_continues(waiting_pool, capsys):
+    for process in waiting_pool.processes:
         assert main(["doctor", "--pid", str(process.pid)]) == 0
         shown = capsys.readouterr().out.splitlines()
         number = re.match(r"collective #(\d+): rank 1 has not called it$", shown[1])[1]
@@ -127,7 +127,7 @@ def test_a_running_job_is_shown_and_goes_on(hanging, capsys):
         assert re.match(r"1 +user code  ", shown[4])
 
 
-def test_a_job_is_a_process_with_all_below_it(hanging, capsys):
+def test_a_job_is_found_by_its_parent_process(waiting_pool, capsys):
     assert main(["doctor", "--job", str(os.getpid())]) == 0
     assert "rank 1 has not called it" in capsys.readouterr().out
     assert main(["doctor", "--job", "no such run"]) == 2
@@ -138,7 +138,7 @@ def test_a_job_is_a_process_with_all_below_it(hanging, capsys):
 def in_environment(environ: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
     with subprocess.Popen(["sleep", "600"], env=environ | {"PATH": os.environ["PATH"]}) as process:
         try:
-            # The kernel shows an environment a little after exec has closed Popen's pipe.
+            # The environment appears in /proc a little after exec has closed Popen's pipe.
             while not Path(f"/proc/{process.pid}/environ").read_bytes():
                 time.sleep(0.001)
             yield process
@@ -147,18 +147,20 @@ def in_environment(environ: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]
 
 
 SITE = b"train.py:40".ljust(SITE_BYTES, b"\0")
-RUN = f"run {os.getpid()}"  # of no other process of this machine
+RUN = f"run {os.getpid()}"  # a run id of no other process of this machine
 
 
 @pytest.fixture
-def apart(store_client) -> Iterator[tuple[TCPStore, PrefixStore, subprocess.Popen[bytes]]]:
+def without_shared_memory(
+    store_client,
+) -> Iterator[tuple[TCPStore, PrefixStore, subprocess.Popen[bytes]]]:
     """The job's store, a communicator's part of it, and a process with a rank's environment.
 
-    Of two ranks that share no memory the first waits; both have had their last word.
+    Of two ranks without shared memory the first one waits; both have published their last state.
     """
     server = loopback_store()
     job = PrefixStore(f"ringdp/{RUN}/0", server)
-    for k, line in enumerate(["", "1 x", "2 0", "1.1 2"], 1):  # only the last one makes sense
+    for k, line in enumerate(["", "1 x", "2 0", "1.1 2"], 1):  # only the last one is well-formed
         job.set(f"communicators/{k}", line)
     job.add("communicators", 5)
     one = PrefixStore("1.1", job)
@@ -175,8 +177,8 @@ def apart(store_client) -> Iterator[tuple[TCPStore, PrefixStore, subprocess.Pope
         yield server, one, process
 
 
-def test_ranks_that_share_no_memory_are_asked(apart, capsys):
-    server, one, process = apart
+def test_ranks_without_shared_memory_are_shown(without_shared_memory, capsys):
+    server, one, process = without_shared_memory
     for which in (["--pid", str(process.pid)], ["--job", RUN]):
         assert main(["doctor", *which]) == 0
         heading, verdict, _, first, second = capsys.readouterr().out.splitlines()
@@ -196,9 +198,9 @@ def test_ranks_that_share_no_memory_are_asked(apart, capsys):
 
 
 @pytest.mark.parametrize("silent", [False, True])
-def test_a_job_whose_store_is_gone_or_stopped_is_told_in_one_line(monkeypatch, capsys, silent):
+def test_an_unreachable_store_is_reported_in_one_line(monkeypatch, capsys, silent):
     monkeypatch.setattr(inspection, "TIMEOUT", timedelta(milliseconds=50))
-    taken = socket.socket()  # on a port that nobody else gets
+    taken = socket.socket()  # bound, so no other process gets the port
     taken.bind(("127.0.0.1", 0))
     port = taken.getsockname()[1]
     if silent:
@@ -212,9 +214,9 @@ def test_a_job_whose_store_is_gone_or_stopped_is_told_in_one_line(monkeypatch, c
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
-        (["--pid", "4194305"], "there is no process 4194305"),  # beyond the largest pid
+        (["--pid", "4194305"], "there is no process 4194305"),  # above the largest pid
         (["--pid", "-3"], "there is no process -3"),
         (["--pid", str(os.getppid())], "holds no communicator of ringdp open"),
         (["--job", "4194305"], "4194305 is neither a process nor the --rdzv-id"),
@@ -224,5 +226,5 @@ def test_a_job_whose_store_is_gone_or_stopped_is_told_in_one_line(monkeypatch, c
     ],
     ids=["no process", "no number of one", "no rank", "no job", "no number", "long", "too much"],
 )
-def test_bad_arguments_are_refused_in_one_line(refused, arguments, said):
-    refused("doctor", *arguments, says=said)
+def test_bad_arguments_are_refused_in_one_line(refused, arguments, message):
+    refused("doctor", *arguments, message=message)

@@ -1,4 +1,4 @@
-"""Standard output that takes no µ, no byte more, or that nobody reads."""
+"""Standard output that cannot encode µ, is full, or is closed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PLAN = ["plan", "--model", "gpt2"]
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 @pytest.mark.parametrize("arguments", [["show", "ring", "--cost"], PLAN], ids=lambda a: a[0])
-def test_what_a_terminal_has_no_letter_for_is_a_question_mark(arguments, encoding, monkeypatch):
+def test_unencodable_characters_become_question_marks(arguments, encoding, monkeypatch):
     out = io.BytesIO()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(out, encoding=encoding))
     assert main(arguments) == 0
@@ -24,15 +24,15 @@ def test_what_a_terminal_has_no_letter_for_is_a_question_mark(arguments, encodin
 
 
 @pytest.mark.parametrize("arguments", [["show", "ring"], PLAN], ids=lambda a: a[0])
-def test_a_full_disk_is_one_line(arguments, monkeypatch, capsys):
+def test_a_full_disk_is_reported_in_one_line(arguments, monkeypatch, capsys):
     with Path("/dev/full").open("w", encoding="utf-8") as full, monkeypatch.context() as patched:
         patched.setattr("sys.stdout", full)
         assert main(arguments) == 1
     assert capsys.readouterr().err == "ringdp: [Errno 28] No space left on device\n"
 
 
-def test_what_nobody_reads_is_written_all_the_same(tmp_path: Path, monkeypatch, capsys):
-    """As `ringdp plan --json FILE | head -0`."""
+def test_a_closed_pipe_is_no_error(tmp_path: Path, monkeypatch, capsys):
+    """As in `ringdp plan --json FILE | head -0`."""
     file = tmp_path / "plan.json"
     reads, writes = os.pipe()
     os.close(reads)
@@ -44,7 +44,7 @@ def test_what_nobody_reads_is_written_all_the_same(tmp_path: Path, monkeypatch, 
     assert capsys.readouterr().err == ""
 
 
-def test_an_interrupt_is_said(monkeypatch, capsys):
+def test_an_interrupt_is_reported(monkeypatch, capsys):
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 

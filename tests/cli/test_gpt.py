@@ -1,4 +1,4 @@
-"""The model: its size, its seed, that it cannot see ahead, and that it writes repeatably."""
+"""The demo's GPT: its size, its seed, causality, and repeatable sampling."""
 
 import torch
 
@@ -24,7 +24,7 @@ def test_a_seed_fixes_every_bit() -> None:
     assert not torch.equal(gpt.build(SHAPE, 7).token.weight, gpt.build(SHAPE, 8).token.weight)
 
 
-def test_a_byte_does_not_depend_on_later_ones() -> None:
+def test_predictions_do_not_depend_on_later_bytes() -> None:
     model = gpt.build(SHAPE, 0)
     tokens = torch.arange(16)[None]
     changed = tokens.clone()
@@ -33,13 +33,13 @@ def test_a_byte_does_not_depend_on_later_ones() -> None:
     assert not torch.equal(model(tokens)[0, 10:], model(changed)[0, 10:])
 
 
-def test_an_untrained_model_knows_nothing() -> None:
+def test_an_untrained_model_has_the_loss_of_guessing() -> None:
     rows = torch.randint(0, 256, (8, 17), generator=torch.Generator().manual_seed(0))
     loss = gpt.next_byte_loss(gpt.build(SHAPE, 0), rows).item()
     assert abs(loss - torch.tensor(256.0).log().item()) < 0.5
 
 
-def test_writing_is_repeatable_and_longer_than_the_context() -> None:
+def test_sampling_is_repeatable_and_may_exceed_the_context() -> None:
     model = gpt.build(SHAPE, 0)
     written = gpt.write(model, SHAPE.context, b"ab", 20, seed=1)
     assert len(written) == 22

@@ -1,5 +1,5 @@
-"""Ranks that fail, die or are interrupted: what is said, with which code, and that no process stays
-behind."""
+"""Ranks that fail, die or are interrupted: the message, the exit code, and that no process is
+left."""
 
 import os
 import re
@@ -23,10 +23,10 @@ from ringdp.transport.store.processes import has_ended
 from tests.cli.conftest import SECONDS, processes
 from tests.cli.misbehaving import (
     OPTIONS,
+    exits_without_result,
     killed,
     killed_then_peer_lost,
     killed_while_it_talks,
-    leaves,
     raises,
     raises_then_peer_lost,
 )
@@ -42,8 +42,8 @@ def misbehaving(
 ) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
     """misbehaving(entry): a process whose ranks run that entry of misbehaving.py, once.
 
-    All start at once: a start is imports for the most part, of which each takes one core. Sockets
-    have room though TMPDIR has a longer name than theirs may have.
+    All are started at the beginning, since starting takes long and uses one core each. TMPDIR is
+    too long for names of sockets, which must work all the same.
     """
     long = tmp_path_factory.mktemp("x" * 110)
     with processes() as start:
@@ -71,10 +71,10 @@ def await_ranks(process: subprocess.Popen[str]) -> list[int]:
 
 
 def group_of(leader: int) -> list[int]:
-    """Living processes of the leader's group: ranks, and the helpers of multiprocessing."""
+    """Living processes of the leader's group: ranks, and helpers of multiprocessing."""
     found = []
     for pid, _ in parents():
-        with suppress(ProcessLookupError):  # it ended meanwhile
+        with suppress(ProcessLookupError):  # it has ended
             if os.getpgid(pid) == leader and not has_ended(pid):
                 found.append(pid)
     return found
@@ -88,8 +88,8 @@ def assert_gone(process: subprocess.Popen[str], pids: list[int]) -> None:
     assert group_of(process.pid) == []
 
 
-def told(entry: Entry[Job, list[Record]], capfd: pytest.CaptureFixture[str]) -> str:
-    """What stderr says once a run has failed, all of whose ranks are gone."""
+def stderr_of(entry: Entry[Job, list[Record]], capfd: pytest.CaptureFixture[str]) -> str:
+    """The stderr of a run that fails; asserts that all of its ranks have ended."""
     assert exit_code(lambda: run(OPTIONS, Console(), entry=entry)) == 1
     out, stderr = capfd.readouterr()
     assert all(has_ended(int(pid)) for pid in re.findall(r"pid (\d+)", out))
@@ -97,33 +97,38 @@ def told(entry: Entry[Job, list[Record]], capfd: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize("entry", [raises, raises_then_peer_lost])
-def test_the_cause_comes_first(
+def test_the_cause_is_printed_first(
     entry: Entry[Job, list[Record]], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    stderr = told(entry, capfd)
+    stderr = stderr_of(entry, capfd)
     assert stderr.startswith("Traceback (most recent call last):")
     assert stderr.index("ValueError: the cause, on rank 1") < stderr.index("rank 1 raised")
 
 
 def test_a_killed_rank_is_named(capfd: pytest.CaptureFixture[str]) -> None:
-    assert told(killed, capfd) == "ringdp: rank 1 was killed by SIGKILL; every rank has ended\n"
+    assert (
+        stderr_of(killed, capfd) == "ringdp: rank 1 was killed by SIGKILL; every rank has ended\n"
+    )
 
 
 def test_a_rank_that_ends_without_a_result_is_named(capfd: pytest.CaptureFixture[str]) -> None:
-    assert told(leaves, capfd) == "ringdp: rank 1 exited with 0; every rank has ended\n"
+    assert (
+        stderr_of(exits_without_result, capfd)
+        == "ringdp: rank 1 exited with 0; every rank has ended\n"
+    )
 
 
 def test_a_lost_peer_is_explained(capfd: pytest.CaptureFixture[str]) -> None:
-    assert re.search("PeerLost: .*rank 1 has ended", told(killed_then_peer_lost, capfd))
+    assert re.search("PeerLost: .*rank 1 has ended", stderr_of(killed_then_peer_lost, capfd))
 
 
-def test_others_are_heard_after_a_rank_that_was_killed_in_an_event(
+def test_errors_are_read_after_a_rank_was_killed_in_an_event(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    assert re.search("PeerLost: .*rank 1 has ended", told(killed_while_it_talks, capfd))
+    assert re.search("PeerLost: .*rank 1 has ended", stderr_of(killed_while_it_talks, capfd))
 
 
-def test_an_output_that_nobody_reads_any_more_ends_every_rank(misbehaving) -> None:
+def test_a_closed_output_ends_every_rank(misbehaving) -> None:
     process = misbehaving("talks")
     pids = await_ranks(process)
     process.stdout.close()
@@ -151,13 +156,13 @@ def test_ranks_end_with_a_launcher_that_is_killed(misbehaving) -> None:
     assert_gone(process, [])
 
 
-def test_an_interrupt_while_ranks_start_leaves_none_of_them(
+def test_an_interrupt_during_the_start_ends_every_rank(
     start: Callable[..., subprocess.Popen[str]],
 ) -> None:
     process = start(sys.executable, str(SCRIPT), "sleeps")
     assert process.stdout is not None
     assert process.stdout.readline().startswith("Learning ")
-    time.sleep(0.3)  # the first waits for what it is forked from, which imports
+    time.sleep(0.3)  # the first rank waits for the fork server, which is importing
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=SECONDS)
     assert process.returncode == 130

@@ -1,4 +1,4 @@
-"""`ringdp train --mode`: its table and JSON, and runs that break each promise."""
+"""`ringdp train --mode`: its table and JSON, and a run that breaks each check."""
 
 import json
 import math
@@ -32,12 +32,12 @@ def broken(mode: str, **changes: object) -> list[ModeRun]:
     return [*(r for m, r in RUNS.items() if m != mode), replace(run, parts=parts)]
 
 
-def test_nothing_to_complain_of() -> None:
+def test_correct_runs_have_no_complaints() -> None:
     assert complaints(list(RUNS.values()), REFERENCE, OPTIONS) == []
 
 
 @pytest.mark.parametrize(
-    ("runs", "says"),
+    ("runs", "message"),
     [
         (broken("ddp", sent=11), "ddp: 21 bytes sent, formula 20"),
         (broken("async", loss=(5.5, 4.0, math.nan)), "async: a loss is not finite"),
@@ -46,8 +46,8 @@ def test_nothing_to_complain_of() -> None:
         (broken("ddp", loss=(5.5, 4.000001, 2.5)), "parameter-server and ddp differ"),
     ],
 )
-def test_what_does_not_hold_is_named(runs: list[ModeRun], says: str) -> None:
-    assert any(says in line for line in complaints(runs, REFERENCE, OPTIONS))
+def test_a_broken_check_is_named(runs: list[ModeRun], message: str) -> None:
+    assert any(message in line for line in complaints(runs, REFERENCE, OPTIONS))
 
 
 def test_the_table_fits_80_columns_and_has_traffic_and_staleness() -> None:
@@ -63,7 +63,7 @@ def test_the_table_fits_80_columns_and_has_traffic_and_staleness() -> None:
 
 
 @pytest.mark.process
-def test_all_modes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_all_modes_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
     small = ["--steps", "3", "--batch", "4", "--context", "16", "--seed", "1"]
     code = main(["train", "--mode", "all", *small, "--json", str(out)])

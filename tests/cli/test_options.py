@@ -1,4 +1,4 @@
-"""Stages and defaults, and the files that a command writes."""
+"""Options of stages, their defaults, and writing of files."""
 
 import json
 import os
@@ -16,21 +16,19 @@ from ringdp.errors import RingdpError
     ("given", "stages"),
     [("all", (0, 1, 2, 3)), ("3", (3,)), ("0,3", (0, 3)), ("3, 1,3", (3, 1))],
 )
-def test_stages(given: str, stages: tuple[int, ...]) -> None:
+def test_stages_are_parsed(given: str, stages: tuple[int, ...]) -> None:
     assert parse_stages(given) == stages
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 16, 17, 64])
-def test_the_default_batch_suits_every_number_of_ranks(ranks: int) -> None:
+def test_the_default_batch_is_valid_for_every_number_of_ranks(ranks: int) -> None:
     options = Options(ranks=ranks)
     check(options)
     assert options.global_batch >= 16
 
 
-def test_a_file_is_replaced_at_once_or_not_at_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As one that is killed half-way would leave it."""
+def test_files_are_replaced_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The write fails half-way."""
     file, link = tmp_path / "found.json", tmp_path / "link.json"
     file.write_text("before", encoding="utf-8")
     file.chmod(0o600)
@@ -52,7 +50,7 @@ def test_a_file_is_replaced_at_once_or_not_at_all(
     assert sorted(tmp_path.iterdir()) == [file, link]
 
 
-def test_what_cannot_be_replaced_is_written_where_it_is(tmp_path: Path) -> None:
+def test_pipes_are_written_in_place(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     with ThreadPoolExecutor(1) as reader:

@@ -1,4 +1,4 @@
-"""The last table, the JSON, and the live table: whole numbers, nothing cut off."""
+"""The final table, the JSON and the live table of `ringdp train`: no number is cut off."""
 
 from dataclasses import replace
 
@@ -20,13 +20,13 @@ def shown(
 
 
 @pytest.mark.parametrize("width", [80, 140])
-def test_the_table_fits_and_cuts_nothing_off(width: int) -> None:
+def test_the_table_fits_without_cutting_anything_off(width: int) -> None:
     lines = shown(width, STAGES, REFERENCE, [])
     assert all(len(line) <= width for line in lines)
     assert "…" not in "\n".join(lines)
 
 
-def test_the_formula_stands_below() -> None:
+def test_formulas_are_below_their_quantities() -> None:
     lines = shown(80, STAGES, REFERENCE, [])
     [at] = [i for i, line in enumerate(lines) if line.startswith(" buckets")]
     assert lines[at].split() == ["buckets"] + ["104,857,600"] * 4
@@ -42,7 +42,7 @@ def test_every_quantity_has_a_row() -> None:
     assert r"It writes: def f():\n\treturn '\xff'" in text
 
 
-def test_a_difference_is_loud() -> None:
+def test_differences_are_pointed_out() -> None:
     wrong = replace(STAGE_0, stage=3, sent=7, loss=(5.5, 4.0, 2.4))
     text = "\n".join(shown(80, [STAGE_0, wrong], None, ["it is 7"]))
     assert "≠ 12,390,912" in text
@@ -51,7 +51,7 @@ def test_a_difference_is_loud() -> None:
     assert "equal their formulas" not in text
 
 
-def test_one_is_no_plural() -> None:
+def test_singular_forms_are_used() -> None:
     alone = replace(STAGE_0, ranks=1, loss=(2.5,), seconds=(0.1,))
     assert shown(80, [alone], None, [])[1] == "1,032,576 parameters, 1 rank, 1 step"
 
@@ -76,7 +76,7 @@ def test_json_has_the_documented_keys() -> None:
 
 @pytest.mark.parametrize(("width", "shows"), [(80, "100.00"), (60, "━"), (40, "123,456")])
 def test_live_table_fits(width: int, shows: str) -> None:
-    """Without memory, or without the bar, rather than with half a number."""
+    """Leaves out memory or the bar rather than cutting a number."""
 
     def live(console: Console) -> None:
         display = Display(console)

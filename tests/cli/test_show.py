@@ -1,4 +1,4 @@
-"""`ringdp show`: what it prints, what it writes, what it refuses."""
+"""`ringdp show`: its output, its files and refused options."""
 
 from __future__ import annotations
 
@@ -39,25 +39,27 @@ round  name                   recv  send   src   dst
 """
 
 
-def shown(*asked, **more) -> str:
-    options = Options(*asked, **more)
+def shown(*arguments, **more) -> str:
+    options = Options(*arguments, **more)
     return text(options, proved(options.algorithm, options.collective, options.ranks))
 
 
 EVERY = [(a.collective, a.name, n) for a in ALGORITHMS for n in (1, 2, 7, 16)]
 
 
-def test_the_ring(capsys: pytest.CaptureFixture[str]):
+def test_the_ring_is_printed(capsys: pytest.CaptureFixture[str]):
     assert main(["show", "ring"]) == 0
     assert capsys.readouterr().out == RING
 
 
 def test_no_transfer_is_left_out():
-    said = shown("direct", "all_gather", 20)
-    assert said.count(" -> ") == 20 * 19 + 1  # and how to read it
+    shown_text = shown("direct", "all_gather", 20)
+    assert (
+        shown_text.count(" -> ") == 20 * 19 + 1
+    )  # one more in the line that explains the notation
 
 
-def test_the_program_of_a_rank(capsys: pytest.CaptureFixture[str]):
+def test_a_ranks_program_is_printed(capsys: pytest.CaptureFixture[str]):
     assert main(["show", "ring", "--program", "1"]) == 0
     out = capsys.readouterr().out
     assert out.startswith(RING + "\nrank 1, plain: 12 rows, least FIFO depth 1\n")
@@ -72,7 +74,7 @@ def test_every_algorithm_fits_80_columns(collective: str, name: str, n: int):
 
 
 @pytest.mark.parametrize(
-    ("collective", "name", "n", "says"),
+    ("collective", "name", "n", "message"),
     [
         ("all_reduce", "direct", 8, "7/4 S"),
         ("broadcast", "binomial", 8, "0 to 3 S"),
@@ -80,8 +82,8 @@ def test_every_algorithm_fits_80_columns(collective: str, name: str, n: int):
         ("all_reduce", "ring", 1, "0 S"),
     ],
 )
-def test_bytes_sent(collective, name: str, n: int, says: str):
-    assert sent(schedule(collective, name, n)) == says
+def test_bytes_sent_per_rank_are_printed(collective, name: str, n: int, message: str):
+    assert sent(schedule(collective, name, n)) == message
 
 
 def test_the_list_names_every_algorithm(capsys: pytest.CaptureFixture[str]):
@@ -94,13 +96,13 @@ def test_the_list_names_every_algorithm(capsys: pytest.CaptureFixture[str]):
         if not line.startswith(" "):
             collective = line
         elif line[2] != " ":
-            name, says = line.split(maxsplit=1)
+            name, message = line.split(maxsplit=1)
             found.append((collective, name))
-            assert says
+            assert message
     assert sorted(found) == sorted((a.collective, a.name) for a in ALGORITHMS)
 
 
-def test_it_writes_an_svg_and_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_an_svg_and_a_page_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     svg, page = tmp_path / "a.svg", tmp_path / "a.html"
     arguments = ["hierarchical:2", "--ranks", "6", "--svg", str(svg), "--html", str(page)]
     assert main(["show", *arguments]) == 0
@@ -112,14 +114,14 @@ def test_it_writes_an_svg_and_a_page(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize(
-    ("name", "says"), [("ring", ""), ("direct", "; chunks from 4 on are scratch")]
+    ("name", "message"), [("ring", ""), ("direct", "; chunks from 4 on are scratch")]
 )
-def test_it_says_how_to_read_a_line(name: str, says: str, capsys: pytest.CaptureFixture[str]):
+def test_the_notation_is_explained(name: str, message: str, capsys: pytest.CaptureFixture[str]):
     assert main(["show", name]) == 0
-    assert f"\nrank.chunk +> rank.chunk adds, -> replaces{says}\n\n" in capsys.readouterr().out
+    assert f"\nrank.chunk +> rank.chunk adds, -> replaces{message}\n\n" in capsys.readouterr().out
 
 
-def test_a_page_that_cannot_be_leaves_no_svg(tmp_path: Path):
+def test_a_refused_page_leaves_no_svg(tmp_path: Path):
     drawings = ["--svg", str(tmp_path / "a.svg"), "--html", str(tmp_path / "a.html")]
     assert main(["show", "ring", "--ranks", "65", *drawings]) == 2
     assert not list(tmp_path.iterdir())
@@ -150,14 +152,14 @@ def mine(tmp_path: Path) -> Path:
     return file
 
 
-def test_a_users_own_algorithm(mine: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_user_defined_algorithm_is_shown(mine: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["show", f"{mine}:star", "--ranks", "3", "--program", "0"]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"{mine}:star all_reduce on 3 ranks, proved\n2 rounds, 1 chunk, ")
     assert "round 0: 1.0 +> 0.0  2.0 +> 0.0\nround 1: 0.0 -> 1.0  0.0 -> 2.0\n" in out
 
 
-def test_a_wrong_schedule_is_refused_with_the_transfer_at_fault(
+def test_a_wrong_schedule_is_refused_with_the_failing_transfer(
     mine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     page = tmp_path / "page.html"
@@ -169,7 +171,7 @@ def test_a_wrong_schedule_is_refused_with_the_transfer_at_fault(
     assert not page.exists()
 
 
-def test_its_help_names_every_collective(capsys: pytest.CaptureFixture[str]):
+def test_the_help_names_every_collective(capsys: pytest.CaptureFixture[str]):
     assert main(["show", "--help"]) == 0
     assert {*COLLECTIVES} <= set(re.findall(r"\w+", capsys.readouterr().out))
 
@@ -206,18 +208,18 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("arguments", "says"), REFUSED.values(), ids=REFUSED.keys())
-def test_one_line_and_exit_code_2(mine: Path, arguments: list[str], says: str, refused):
+@pytest.mark.parametrize(("arguments", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_bad_input_is_refused_in_one_line(mine: Path, arguments: list[str], message: str, refused):
     given = [re.sub("^MINE", str(mine), argument) for argument in arguments]
-    refused("show", *given, says=says)
+    refused("show", *given, message=message)
 
 
 def test_cost_counts_and_predicts(capsys):
     assert main(["show", "ring", "--ranks", "4", "--cost", "--alpha", "1e-6", "--beta", "0"]) == 0
-    said = capsys.readouterr().out
-    assert "6 α + S (3/2 β + 3/4 γ + 6 bus)" in said
-    assert "alpha 1e-06 s   beta 0 s/B   gamma 2.5e-11 s/B   bus 0 s/B\n" in said
-    assert re.search(r"1,024 +6\.0", said)
-    assert max(map(len, said.splitlines())) <= 80
+    shown_text = capsys.readouterr().out
+    assert "6 α + S (3/2 β + 3/4 γ + 6 bus)" in shown_text
+    assert "alpha 1e-06 s   beta 0 s/B   gamma 2.5e-11 s/B   bus 0 s/B\n" in shown_text
+    assert re.search(r"1,024 +6\.0", shown_text)
+    assert max(map(len, shown_text.splitlines())) <= 80
     assert main(["show", "ring", "--cost", "--alpha", "-1"]) == 2
     assert "at least 0 s" in capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""The text and its batches: a function of (seed, step), the same for every rank."""
+"""The demo's text and batches: a batch depends on (seed, step) only, and is the same on every
+rank."""
 
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def test_a_directory_is_joined_in_path_order_without_binaries(tmp_path: Path) ->
     assert (found.data, found.files) == (b"first second", 2)
 
 
-def test_a_named_file_is_text_whatever_it_holds(tmp_path: Path) -> None:
+def test_a_named_file_may_be_binary(tmp_path: Path) -> None:
     file = tmp_path / "any"
     file.write_bytes(b"\0\1\2")
     assert text.load(file, 3).data == b"\0\1\2"
@@ -35,7 +36,7 @@ def test_a_named_file_is_text_whatever_it_holds(tmp_path: Path) -> None:
         text.load(file, 4)
 
 
-def test_a_batch_depends_on_seed_and_step_alone() -> None:
+def test_a_batch_depends_on_seed_and_step_only() -> None:
     first = text.batch(DATA, 0, 3, 8, 16)
     assert np.array_equal(first, text.batch(DATA, 0, 3, 8, 16))
     assert not np.array_equal(first, text.batch(DATA, 0, 4, 8, 16))

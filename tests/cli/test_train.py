@@ -1,4 +1,4 @@
-"""The whole command, small: its JSON, its exit code, and what it promises of the numbers."""
+"""`ringdp train` with small models: its JSON, exit code, and agreement of stages and transports."""
 
 import json
 import re
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.process
 SMALL = ["train", "--steps", "3", "--batch", "4", "--context", "16", "--seed", "1"]
 
 
-def test_all_stages_at_two_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_all_stages_agree_on_two_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
     code = main([*SMALL, "--ranks", "2", "--json", str(out)])
     shown = capfd.readouterr().out
@@ -69,11 +69,12 @@ def test_losses_are_the_same_over_every_transport(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_transport_over_gpus_needs_one(refused) -> None:
-    refused("train", "--transport", "nccl", says="needs a CUDA GPU, and torch")
+    refused("train", "--transport", "nccl", message="needs a CUDA GPU, and torch")
 
 
-def test_on_gpus_attention_adds_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel of torch's that is left out adds by atomics, where there are over 64 keys."""
+def test_on_gpus_nondeterministic_attention_is_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's memory-efficient kernel, which is disabled, adds with atomics for more than 64
+    keys."""
     taken: list[str] = []
     monkeypatch.setattr(runs.gpus, "take", taken.append)
     monkeypatch.setattr(runs.ringdp, "init", lambda transport: sys.exit(transport))
@@ -88,7 +89,9 @@ def test_on_gpus_attention_adds_in_one_order(monkeypatch: pytest.MonkeyPatch) ->
     assert taken == ["nccl"]
 
 
-def test_a_traced_run_is_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_trace_of_a_run_can_be_reported(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     traced, page = tmp_path / "run.json", tmp_path / "run.html"
     arguments = ["--stage", "3", "--no-reference", "--no-sample", "--trace", str(traced)]
     assert main([*SMALL, *arguments]) == 0
@@ -106,7 +109,7 @@ def test_a_traced_run_is_reported(tmp_path: Path, capfd: pytest.CaptureFixture[s
         assert peaks == engine["formula"]
 
 
-def test_where_ranks_end_before_the_trace_is_there_it_is_said(
+def test_a_missing_trace_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def ended(*_: object) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Each thing that must hold has a run that breaks it, and a line that names it."""
+"""The checks after a run of `ringdp train`: each one has a run that breaks it, and a message."""
 
 import math
 from dataclasses import replace
@@ -23,17 +23,17 @@ BROKEN = {
 }
 
 
-def test_nothing_to_complain_of() -> None:
+def test_correct_runs_have_no_complaints() -> None:
     assert complaints([STAGES, STAGES], REFERENCE) == []
 
 
-@pytest.mark.parametrize(("broken", "says"), BROKEN.values(), ids=BROKEN.keys())
-def test_what_does_not_hold_is_named(broken: Record, says: str) -> None:
+@pytest.mark.parametrize(("broken", "message"), BROKEN.values(), ids=BROKEN.keys())
+def test_a_broken_check_is_named(broken: Record, message: str) -> None:
     runs = [STAGE_0, broken]
-    assert any(says in line for line in complaints([runs, runs], REFERENCE))
+    assert any(message in line for line in complaints([runs, runs], REFERENCE))
 
 
-def test_every_rank_is_held_to_its_formula() -> None:
+def test_every_ranks_formula_is_checked() -> None:
     lines = complaints([[STAGE_3], [replace(STAGE_3, sent=7)]], None)
     assert lines == ["stage 3, rank 1: bytes sent per step measured 7, formula 12,390,912"]
 

@@ -1,4 +1,4 @@
-"""Rows with fixed numbers."""
+"""Bench rows with fixed numbers."""
 
 from ringdp.cli.bench.rows import Row
 

@@ -1,5 +1,5 @@
-"""Inputs and the results they must give: each collective against a plain computation, and every
-kind of wrong result counted."""
+"""Bench inputs and the checks of results: each collective compared with numpy, and every wrong
+element counted."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ N, COUNT = 4, 24
 
 
 def reference(collective: str, inputs: list[np.ndarray], rank: int) -> np.ndarray | None:
-    """The result, in numpy, for a sum."""
+    """The result for a sum, in numpy."""
     stacked = np.stack(inputs)
     match collective:
         case "all_reduce":
@@ -57,7 +57,7 @@ def task(collective: str, dtype: str = "float32", op: str = "sum") -> Task:
 
 @pytest.mark.parametrize("rank", [0, 1, N - 1])
 @pytest.mark.parametrize("name", EVERY)
-def test_right_results_count_zero_and_wrong_ones_count(name: str, rank: int) -> None:
+def test_wrong_elements_are_counted(name: str, rank: int) -> None:
     case = EVERY[name]
     size = case.takes(COUNT, N)
     right = reference(name, [pattern(q, size, "float64").numpy() for q in range(N)], rank)
@@ -81,7 +81,7 @@ def test_right_results_count_zero_and_wrong_ones_count(name: str, rank: int) -> 
 
 @pytest.mark.parametrize("op", ["sum", "min", "max"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_results_are_exact_in_every_dtype(dtype: str, op: str) -> None:
+def test_expected_results_are_exact_in_every_dtype(dtype: str, op: str) -> None:
     n = 64
     case = CASES["all_reduce"]
     inputs = np.stack([pattern(q, COUNT, "float64").numpy() for q in range(n)])
@@ -90,7 +90,7 @@ def test_results_are_exact_in_every_dtype(dtype: str, op: str) -> None:
     assert wrong_pattern(case, output, task("all_reduce", dtype, op), 0, n) == 0
 
 
-def test_inputs_differ_between_ranks_calls_and_places() -> None:
+def test_inputs_differ_between_ranks_calls_and_elements() -> None:
     assert not torch.equal(pattern(0, 100, "int32"), pattern(1, 100, "int32"))
     assert len(pattern(0, 100, "int32").unique()) == 2
     for rank in range(N):
@@ -98,7 +98,7 @@ def test_inputs_differ_between_ranks_calls_and_places() -> None:
     assert len({tuple(constant(q, call) for q in range(4)) for call in range(16)}) == 16
 
 
-def test_counts_are_whole_parts() -> None:
+def test_element_counts_are_multiples_of_the_parts() -> None:
     assert elements(CASES["all_reduce"], "float32", 1024, 3) == 256
     assert elements(CASES["reduce_scatter"], "float32", 1024, 3) == 255
     assert elements(CASES["all_gather"], "bfloat16", 1024, 3) == 510

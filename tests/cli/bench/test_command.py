@@ -1,4 +1,4 @@
-"""`ringdp bench` itself: real ranks, bad input, and ends that leave nothing behind."""
+"""`ringdp bench` as a command: real ranks, refused options, and processes that all end."""
 
 import json
 import os
@@ -70,13 +70,13 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("arguments", "says"), REFUSED.values(), ids=REFUSED.keys())
-def test_bad_input_is_one_line(arguments: list[str], says: str, refused) -> None:
-    refused("bench", *arguments, says=says)
+@pytest.mark.parametrize(("arguments", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_bad_input_is_refused_in_one_line(arguments: list[str], message: str, refused) -> None:
+    refused("bench", *arguments, message=message)
 
 
 @pytest.mark.parametrize("missing", ["mpi4py", "mpich"])
-def test_a_peer_that_is_not_installed_says_what_to_install(
+def test_a_missing_peer_package_is_named_with_its_installation(
     missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def distribution(name: str) -> metadata.Distribution:
@@ -90,7 +90,7 @@ def test_a_peer_that_is_not_installed_says_what_to_install(
 
 
 @pytest.mark.process
-def test_a_run_measures_checks_and_writes(
+def test_a_run_measures_checks_and_writes_its_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "rows.json"
@@ -110,12 +110,12 @@ def test_a_run_measures_checks_and_writes(
         assert r.wrong == 0
         assert r.calls >= 2 * FEWEST
     assert json.loads(out.read_bytes())["machine"]["cores"]
-    asked = {"op": "sum", "rounds": 2, "min": 1024, "max": 4096}
-    assert asked.items() <= report.asked.items()
+    expected = {"op": "sum", "rounds": 2, "min": 1024, "max": 4096}
+    assert expected.items() <= report.asked.items()
 
 
 @pytest.mark.process
-def test_transports_beside_each_other_and_nccls_own(
+def test_several_transports_and_nccls_own_algorithm_are_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     only_with_host_nccl()
@@ -135,9 +135,7 @@ def test_transports_beside_each_other_and_nccls_own(
 
 
 @pytest.mark.parametrize("width", [40, 80])
-def test_progress_cuts_off_neither_what_is_measured_nor_the_time(
-    width: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_progress_line_is_complete(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def measure(options: Options, on_step: Callable[[Step], None], keep: object) -> Report:
         on_step(Step(0.5, 64 << 20, "openmpi registered"))
         return Report({}, {}, [])
@@ -156,7 +154,7 @@ def test_a_signal_ends_every_rank(start) -> None:
     )
     assert process.stdout.readline() == "measuring 1,024 bytes\n"
     below = family(process.pid)[1:]
-    groups = 2  # shm and the probe: a process each that has forked its ranks
+    groups = 2  # shm and the speed probe: a process each, which forks its ranks
     assert len(below) == groups + 2 + probe_ranks(2, len(os.sched_getaffinity(0)))
     process.send_signal(signal.SIGTERM)
     _, stderr = process.communicate(timeout=SECONDS)
@@ -167,11 +165,11 @@ def test_a_signal_ends_every_rank(start) -> None:
 
 @pytest.mark.process
 def test_a_rank_that_dies_ends_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Where the directory for temporary files has too long a name for sockets, too."""
+    """Also if the temporary directory's name is too long for sockets."""
     long = tmp_path / ("x" * 110)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
-    monkeypatch.setattr(groups, "HURRY", 0.1)  # s, for a rank that waits for the dead one
+    monkeypatch.setattr(groups, "HURRY", 0.1)  # seconds; for a rank that waits for the dead one
     round_ = Round(Task("all_reduce", "auto", False, "float32", "sum", 256), number=0, calls=3)
     with groups.groups(["shm"], 2, sorted(os.sched_getaffinity(0)), largest=4096) as started:
         alone = started["shm"]
@@ -192,7 +190,8 @@ def assert_gone(pids: list[int]) -> None:
 
 
 class Scripted:
-    """In place of processes: every call takes a microsecond, and at the second size a rank dies."""
+    """Stands in for the rank processes: every call takes a microsecond, and at the second size a
+    rank dies."""
 
     version = "1"
 
@@ -206,7 +205,7 @@ class Scripted:
         return [Times([1000] * command.calls, 0)] * 2
 
 
-def test_what_was_measured_is_in_the_file_though_a_later_size_fails(
+def test_rows_measured_before_a_failure_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scripted = {name: Scripted() for name in ("shm", "probe")}

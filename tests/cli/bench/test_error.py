@@ -1,4 +1,4 @@
-"""The error ledger: ulps by hand, bounds that hold for every algorithm, and what is refused."""
+"""`ringdp bench error`: ulps worked out by hand, and error bounds that hold for every algorithm."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def test_every_sum_is_within_its_bound(algorithm):
                 assert (row.max, row.rounded_right) == (0.5, 1.0), "one addition, rounded once"
 
 
-def test_a_sum_that_cancels_has_no_ulps_to_count_in():
+def test_ulps_of_a_sum_that_cancels_are_finite():
     rows = [row for row in measure("ring", 8) if row.dtype == "bfloat16"]
     assert max(row.max for row in rows) < 2**24, "or one is divided by the least subnormal"
 
 
-def test_direct_rounds_16_bits_once_and_halving_adds_least():
+def test_direct_rounds_16_bit_sums_once_and_halving_has_the_least_error():
     direct, ring, halving = (
         {(r.dtype, r.inputs): r for r in measure(name, 16)}
         for name in ("direct", "ring", "halving")
@@ -61,7 +61,7 @@ def test_direct_rounds_16_bits_once_and_halving_adds_least():
         assert halving[dtype, "positive"].mean < ring[dtype, "positive"].mean
 
 
-def test_the_ledger_is_shown_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_errors_are_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = tmp_path / "error.json"
     assert main(["bench", "error", "--algorithm", "doubling", "--json", str(out)]) == 0
     rows = json.loads(out.read_bytes())
@@ -73,7 +73,7 @@ def test_the_ledger_is_shown_and_written(tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["--ranks", "4"], "--ranks is for what is timed; bench error takes --algorithm and"),
         (["--algorithm", ""], "--algorithm is empty; allowed"),
@@ -81,5 +81,5 @@ def test_the_ledger_is_shown_and_written(tmp_path: Path, capsys: pytest.CaptureF
         (["--json", "/no/f"], "--json: cannot write /no/f"),
     ],
 )
-def test_bad_input_is_one_line(arguments, says, refused):
-    refused("bench", "error", *arguments, says=says)
+def test_bad_input_is_refused_in_one_line(arguments, message, refused):
+    refused("bench", "error", *arguments, message=message)

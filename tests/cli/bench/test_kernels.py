@@ -1,4 +1,4 @@
-"""`ringdp bench kernels`: its rows, its table, its file, and what it refuses."""
+"""`ringdp bench kernels`: its rows, table, file and refused options."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REFUSED = {
 }
 
 
-def test_times_every_kernel_beside_torch(
+def test_every_kernel_is_timed_with_torchs_alternatives(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "rows.json"
@@ -34,7 +34,7 @@ def test_times_every_kernel_beside_torch(
     assert list(dict.fromkeys(row["size"] for row in rows)) == [
         4096,
         1024,
-    ]  # one that is cut has it
+    ]  # a run that is cut short has the largest size
     assert {row["kernel"] for row in rows if row["way"] != OURS} == set(CASES)
     for row in rows:
         assert row["bytes"] == CASES[row["kernel"]].moves * row["size"]
@@ -46,24 +46,24 @@ def test_times_every_kernel_beside_torch(
     assert f"kernels on {report['device']}" in shown
 
 
-def test_a_way_that_fails_costs_its_own_row_only(
+def test_a_failing_implementation_loses_only_its_own_row(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def gone(*_: object) -> None:
+    def fail(*_: object) -> None:
         raise AttributeError("torch has no [such] function")
 
     def sometimes() -> None:
         calls.append(1)
         if len(calls) > 3:
-            gone()
+            fail()
 
     def fine() -> None: ...
 
     calls: list[int] = []
     cases = {
-        "flatten": Case(1, lambda *_: {OURS: gone, "cat": fine}),
+        "flatten": Case(1, lambda *_: {OURS: fail, "cat": fine}),
         "fold": Case(1, lambda *_: {OURS: fine, "sum": sometimes, "add": fine}),
-        "unscale": Case(1, gone),
+        "unscale": Case(1, fail),
         "adamw": Case(1, lambda *_: {OURS: fine}),
     }
     monkeypatch.setattr(bench, "CASES", cases)
@@ -80,18 +80,18 @@ def test_a_way_that_fails_costs_its_own_row_only(
     assert f"flatten, ringdp, 1,024 bytes: {error}" in capsys.readouterr().out
 
 
-def test_ways_take_turns() -> None:
+def test_implementations_take_turns() -> None:
     calls: list[str] = []
     ways = {name: lambda name=name: calls.append(name) for name in "ab"}
     found, failed = interleaved(ways, 3, timer_of(1 << 10, torch.device("cpu")))
     assert not failed
     assert {way: len(times) for way, times in found.items()} == {"a": 3, "b": 3}
     rounds = [name for before, name in zip(["", *calls], calls, strict=False) if before != name]
-    # To warm up a, b; then rounds a, b and b, a and a, b.
+    # warm-up a, b; then rounds a b, b a, a b
     assert "".join(rounds) == "ababab"
 
 
-def test_the_roof_of_large_sizes_is_a_copy_of_which_little_stays_in_a_cache(
+def test_the_reference_copy_of_large_sizes_exceeds_the_cache(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(bench, "last_cache", lambda: 32 << 20)
@@ -103,13 +103,13 @@ def test_the_roof_of_large_sizes_is_a_copy_of_which_little_stays_in_a_cache(
     monkeypatch.setattr(bench, "last_cache", lambda: 480 << 20)
     assert roof_of(ALONE, cpu) == bench.MOST_ROOF
     monkeypatch.setattr(bench, "free_memory", lambda: 1 << 30)
-    assert roof_of(ALONE, cpu) == 256 << 20  # of x and y, half of what is free
+    assert roof_of(ALONE, cpu) == 256 << 20  # x and y take half of the free memory each
     times = {COPY: [0.5], OURS: [0.25]}
-    (row,) = bench._rows("flatten", 1 << 20, 16 << 20, times)  # copied 64 MiB/s, ours 32
+    (row,) = bench._rows("flatten", 1 << 20, 16 << 20, times)  # copied at 64 MiB/s, ours at 32
     assert (row.percent_of_copy, row.roof) == (50.0, 16 << 20)
 
 
-def test_this_machine_says_what_its_last_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_size_of_the_last_level_cache_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_caches", lambda: ["L1 32K", "L2 1024K", "L3 32M"])
     assert machine.last_cache() == 32 << 20
     monkeypatch.setattr(machine, "_caches", list)
@@ -118,7 +118,7 @@ def test_this_machine_says_what_its_last_cache_holds(monkeypatch: pytest.MonkeyP
 
 
 class Device:
-    """In place of torch.cuda: notes what is put in its stream, and says that a call took 2 ms."""
+    """Stands in for torch.cuda: records its stream, and reports that a call took 2 ms."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.stream: list[str] = []
@@ -142,7 +142,7 @@ class Device:
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: self.stream.append("wait"))
 
 
-def test_a_gpu_is_timed_with_its_launches_and_for_large_sizes_without(
+def test_gpu_times_include_launches_only_for_small_sizes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     device, zeros = Device(monkeypatch), torch.zeros
@@ -165,6 +165,6 @@ def test_a_gpu_is_timed_with_its_launches_and_for_large_sizes_without(
     assert large.most < small.most
 
 
-@pytest.mark.parametrize(("arguments", "says"), REFUSED.values(), ids=REFUSED.keys())
-def test_bad_input_is_one_line(arguments: list[str], says: str, refused) -> None:
-    refused("bench", "kernels", *arguments, says=says)
+@pytest.mark.parametrize(("arguments", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_bad_input_is_refused_in_one_line(arguments: list[str], message: str, refused) -> None:
+    refused("bench", "kernels", *arguments, message=message)

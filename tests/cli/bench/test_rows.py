@@ -1,4 +1,4 @@
-"""What a row says of its samples, what the model predicts, and that a file gives back its rows."""
+"""Bench rows: statistics, predictions of the fitted model, and reading back a results file."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def test_percentiles_and_bandwidths() -> None:
     assert (r.bound_us, r.wrong) == (2, 3)
 
 
-def test_the_prediction_is_the_model_that_made_the_times() -> None:
+def test_predictions_equal_the_model_that_made_the_times() -> None:
     machine = Machine(alpha=2e-6, beta=1e-10, gamma=3e-11)
     made = [
         row(
@@ -42,7 +42,7 @@ def test_the_prediction_is_the_model_that_made_the_times() -> None:
             assert r.predicted_us is None
 
 
-def test_registered_buffers_have_a_fit_of_their_own() -> None:
+def test_registered_buffers_are_fitted_separately() -> None:
     sizes = (1 << 10, 1 << 16, 1 << 22)
     private = [row(bytes=s, p50_us=1 + s * 1e-4) for s in sizes]
     shared = [row(bytes=s, p50_us=1 + s * 2e-5, registered=True) for s in sizes]
@@ -60,7 +60,7 @@ def test_own_algorithms_are_priced_by_their_schedule(tmp_path: Path) -> None:
     assert all(r.predicted_us == pytest.approx(r.p50_us, rel=1e-3) for r in predicted(rows))
 
 
-def test_the_best_peer_is_of_the_same_size() -> None:
+def test_the_best_peer_has_the_same_size() -> None:
     rows = [row(), peer("gloo", 300.0), peer("mpich", 200.0), peer("openmpi", 1.0, size=1024)]
     best = best_peer(rows, rows[0])
     assert best is not None
@@ -68,7 +68,7 @@ def test_the_best_peer_is_of_the_same_size() -> None:
     assert best_peer(rows[:1], rows[0]) is None
 
 
-def test_a_file_gives_back_its_report(tmp_path: Path) -> None:
+def test_a_report_is_read_back_as_written(tmp_path: Path) -> None:
     report = Report({"cpu": "one"}, {"ours": "ringdp 0"}, [row(), peer("gloo", 3.0)])
     write_json(tmp_path / "r.json", report)
     assert read(tmp_path / "r.json") == report
@@ -78,7 +78,7 @@ OTHERS = ["[]", "{}", "no", "[" * 200_000, '{"rows": 3}', '{"rows": [{}], "machi
 
 
 @pytest.mark.parametrize("text", OTHERS, ids=lambda text: text[:8])
-def test_another_file_is_refused(tmp_path: Path, text: str) -> None:
+def test_files_without_results_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "r.json").write_text(text, encoding="utf-8")
     with pytest.raises(UsageError, match="holds no results"):
         read(tmp_path / "r.json")

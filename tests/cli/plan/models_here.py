@@ -1,15 +1,15 @@
-"""What `FILE.py:factory` may name: some that can be planned, and some that cannot."""
+"""Factories for `FILE.py:factory`: models that can be planned, and some that cannot."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-WIDTH = 37  # odd: no parameter fits its shard
+WIDTH = 37  # odd, so parameters cross the borders of shards
 
 
 def net() -> nn.Module:
-    """A root of its own, three blocks, one of which is frozen."""
+    """A parameter in the root, and three blocks, one of them frozen."""
     model = nn.Module()
     model.embed = nn.Parameter(torch.randn(WIDTH, WIDTH))
     model.blocks = nn.ModuleList(
@@ -20,7 +20,7 @@ def net() -> nn.Module:
 
 
 def huge() -> nn.Module:
-    """4e11 parameters: only the meta device has room."""
+    """4e11 parameters, which only the meta device can hold."""
     return nn.Sequential(*(nn.Linear(200_000, 1_000_000, bias=False) for _ in range(2)))
 
 

@@ -1,4 +1,4 @@
-"""What a plan says a rank holds and sends is what the engine counts, to the byte."""
+"""The bytes that a plan predicts for a rank to hold and send equal what the engine counts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PRECISIONS = {
 
 
 class Runs(nn.Module):
-    """`net`, with a forward."""
+    """`net` with a forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def one_step(job: Communicator, stage: int, precision: str, network: str) -> tup
 @pytest.mark.parametrize("network", NETWORKS)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_bytes_of_a_plan_are_the_engines(ranks, stage, precision, network):
+def test_bytes_of_a_plan_equal_the_engines(ranks, stage, precision, network):
     with torch.device("meta"):
         model = of_module("Runs", Runs(), PRECISIONS[precision])
     over = NETWORKS[network][1]

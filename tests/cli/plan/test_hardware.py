@@ -1,4 +1,4 @@
-"""α β γ of named networks and of bench files, and when a prediction leaves what was measured."""
+"""α β γ of named networks and of bench files, and when a prediction is an extrapolation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TRUE = Machine(alpha=2e-6, beta=1e-10, gamma=3e-11)
 
 
 def rows(path: Path, *, transport: str = "shm", ranks: tuple[int, ...] = (2, 4, 8)) -> Path:
-    """A bench file whose medians are exactly what TRUE says."""
+    """A bench file whose medians follow TRUE exactly."""
     made = []
     for n in ranks:
         for size in (1 << 10, 1 << 16, 1 << 22):
@@ -30,7 +30,7 @@ def rows(path: Path, *, transport: str = "shm", ranks: tuple[int, ...] = (2, 4, 
     return path
 
 
-def test_a_link_by_bits_and_by_bytes():
+def test_a_network_can_be_given_in_bits_or_bytes():
     found = network("400Gb", "h100", 16)
     assert found.machine == (1e-5, 2e-11, pytest.approx(3 / 3.35e12), 0.0, 0.0, ())
     assert network("50GB", "h100", 16).machine == found.machine
@@ -49,8 +49,8 @@ def test_a_bench_file_is_fitted(tmp_path):
         )
 
 
-def test_collectives_are_fitted_apart(tmp_path):
-    """An all_gather that takes half as long as its share of an all_reduce does not change that."""
+def test_collectives_are_fitted_separately(tmp_path):
+    """Halving the times of all_gather does not change the fit of all_reduce."""
     path = rows(tmp_path / "b.json")
     report = json.loads(path.read_bytes())
     for row in report["rows"]:
@@ -64,8 +64,8 @@ def test_collectives_are_fitted_apart(tmp_path):
     assert found.of("reduce_scatter") == found.machine
 
 
-def test_benches_of_several_collectives_are_read_together(tmp_path):
-    """As `ringdp bench` writes them: each of one."""
+def test_several_bench_files_are_read_together(tmp_path):
+    """`ringdp bench` writes one file per collective."""
     both = json.loads(rows(tmp_path / "both.json").read_text(encoding="utf-8"))
     paths = []
     for collective in ("all_reduce", "all_gather"):
@@ -84,8 +84,8 @@ def test_benches_of_several_collectives_are_read_together(tmp_path):
         network(given, "h100", 2)
 
 
-def test_one_transport_is_fitted(tmp_path):
-    """The first of a file: rows of another, ten times as slow, change nothing."""
+def test_one_transport_of_a_file_is_fitted(tmp_path):
+    """The first transport of a file is used; rows of another, ten times as slow, change nothing."""
     path = rows(tmp_path / "b.json")
     report = json.loads(path.read_bytes())
     alone = from_files(str(path))
@@ -97,14 +97,14 @@ def test_one_transport_is_fitted(tmp_path):
     assert from_files(str(path)).beside(64), "a GPU's links move the bytes"
 
 
-def test_gathers_yield_where_they_are_in_a_hosts_memory(tmp_path):
-    """As an engine's do, see `Engine.yields`."""
+def test_gathers_yield_in_host_memory_only(tmp_path):
+    """Equal to the engine's rule, see `Engine.yields`."""
     for transport, yields in (("shm", True), ("nccl-host", True), ("c10d", False), ("nccl", False)):
         assert from_files(str(rows(tmp_path / "b.json", transport=transport))).yields == yields
     assert not network("400Gb", "h100", 16).yields
 
 
-def test_cores_that_move_the_bytes_do_not_compute_meanwhile(tmp_path):
+def test_communication_overlaps_compute_only_with_spare_cores(tmp_path):
     path = rows(tmp_path / "b.json")
     report = json.loads(path.read_bytes())
     path.write_text(json.dumps(report | {"machine": {"cores": "8"}}), encoding="utf-8")
@@ -112,7 +112,7 @@ def test_cores_that_move_the_bytes_do_not_compute_meanwhile(tmp_path):
     assert network("400Gb", "h100", 16).beside(1000)
 
 
-def test_extrapolation_is_said(tmp_path):
+def test_extrapolations_are_listed(tmp_path):
     found = from_files(str(rows(tmp_path / "b.json")))
     optimizer = "the optimizer, at the bytes/s of the largest collective"
     assert found.beyond({"all_reduce", "all_gather"}, 4, {1 << 10, 1 << 22}) == [optimizer]
@@ -129,7 +129,7 @@ def test_extrapolation_is_said(tmp_path):
 
 
 @pytest.mark.parametrize("given", ["400Gb", "400Gb/s", "400Gbps", "400 Gb", "50GB/s", " 50 GB/s "])
-def test_a_rate_may_be_said_as_it_is_shown(given):
+def test_every_spelling_of_a_rate_is_accepted(given):
     found = network(given, "h100", 16)
     assert found.machine.beta == 2e-11
     assert found.source.startswith(("400Gb/s a rank", "50GB/s a rank"))
@@ -138,12 +138,12 @@ def test_a_rate_may_be_said_as_it_is_shown(given):
 @pytest.mark.parametrize(
     "given", ["", "400gb", "400Gbit", "400", "fast", "0Gb", "-1Gb", "nanGb", "400GiB"]
 )
-def test_what_is_no_network_is_refused(given):
+def test_malformed_networks_are_refused(given):
     with pytest.raises(UsageError, match=f"--network is '{given}'; allowed: bits"):
         network(given, "h100", 16)
 
 
-def test_a_bench_of_a_gpu_has_no_bound_and_is_fitted(tmp_path):
+def test_gpu_rows_without_a_bound_are_fitted(tmp_path):
     path = rows(tmp_path / "b.json", transport="nccl")
     expected = from_files(str(path)).machine
     report = json.loads(path.read_bytes())
@@ -167,7 +167,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("key", WRONG)
-def test_rows_that_cannot_be_are_refused(tmp_path, key):
+def test_malformed_rows_are_refused(tmp_path, key):
     path = rows(tmp_path / "b.json")
     report = json.loads(path.read_bytes())
     report["rows"][-1][key] = WRONG[key]
@@ -177,8 +177,8 @@ def test_rows_that_cannot_be_are_refused(tmp_path, key):
 
 
 @pytest.mark.parametrize("algorithm", ["FILE:star", "hierarchical:2"])
-def test_what_a_file_names_is_neither_run_nor_proved(tmp_path, algorithm):
-    """Results are data: reading them runs no code, and takes no proof for 2000 ranks."""
+def test_algorithms_named_in_a_file_are_not_run(tmp_path, algorithm):
+    """Results are data: reading them runs no code, and proves no schedule for 2000 ranks."""
     path, source = rows(tmp_path / "b.json"), tmp_path / "mine.py"
     source.write_text("raise SystemExit('run')", encoding="utf-8")
     expected = from_files(str(path)).machine
@@ -192,7 +192,7 @@ def test_what_a_file_names_is_neither_run_nor_proved(tmp_path, algorithm):
         from_files(str(path))
 
 
-def test_files_without_rows_of_ours_are_refused(tmp_path):
+def test_files_without_ringdps_rows_are_refused(tmp_path):
     path = tmp_path / "other.json"
     with pytest.raises(UsageError, match=r"other.json holds no row of ringdp's own"):
         from_files(str(rows(path, transport="gloo")))

@@ -1,4 +1,4 @@
-"""Models by name have their published sizes; a factory's units are the engine's."""
+"""Named models have their published sizes, and a factory's model has the engine's units."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ringdp.parallel.precision import Precision
 HERE = Path(__file__).with_name("models_here.py")
 FLOAT32 = Precision()
 
-# As the models' authors and their checkpoints say.
+# as published by the models' authors and in their checkpoints
 SIZES = {
     "gpt2": 124_439_808,
     "gpt2-medium": 354_823_168,
@@ -35,7 +35,7 @@ def test_named_models_have_their_published_sizes():
     ("given", "elements", "units"),
     [("params=7e9", 7 * 10**9, 32), ("params=7.5e9/3", 75 * 10**8, 3), ("params=10/4", 10, 4)],
 )
-def test_a_number_of_parameters_becomes_units_as_equal_as_can_be(given, elements, units):
+def test_a_number_of_parameters_is_split_into_nearly_equal_units(given, elements, units):
     model = read(given, FLOAT32)
     sizes = [sum(e for _, e in part.parameters) for part in model.parts]
     assert sizes[0] == 0, "the root"
@@ -44,7 +44,7 @@ def test_a_number_of_parameters_becomes_units_as_equal_as_can_be(given, elements
     assert max(sizes[1:]) - min(sizes[1:]) <= 1
 
 
-def test_a_factory_is_built_without_memory():
+def test_a_factorys_model_takes_no_memory():
     model = read(f"{HERE}:huge", Precision(param=torch.bfloat16))
     assert model.elements == 4 * 10**11
     assert [w.compute for w in model.widths] == [4, 2, 2], "the root owns nothing"
@@ -61,7 +61,7 @@ def test_scaling_keeps_the_layout():
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("given", "message"),
     [
         ("gpt3", "--model is 'gpt3'; allowed: gpt2, "),
         ("params=many", "allowed: params=7e9, which is in 32 units, or params=7e9/48; at most"),
@@ -81,7 +81,7 @@ def test_scaling_keeps_the_layout():
         (f"{HERE}:raising", "raising() raised KeyError: 'no such shape' (line 40)"),
     ],
 )
-def test_what_is_no_model_is_refused(given, says):
+def test_unusable_models_are_refused(given, message):
     with pytest.raises(UsageError) as error:
         read(given, FLOAT32)
-    assert says in str(error.value)
+    assert message in str(error.value)

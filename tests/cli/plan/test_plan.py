@@ -1,4 +1,4 @@
-"""`ringdp plan` from its command line: figures, JSON, what is recommended, and refusals."""
+"""`ringdp plan` as a command: figures, JSON, recommendations and refused options."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def planned(**given):
     return model, setting, rows, recommend(rows, model, setting)
 
 
-def test_published_figures_come_out():
+def test_published_figures_are_reproduced():
     zero = [f for f in figures() if f.source == ZERO]
     assert [f.published for f in zero] == [120, 31.4, 16.6, 1.9]
     assert [float(f"{f.theirs:.1f}") for f in zero] == [120, 31.4, 16.6, 1.9]
@@ -36,8 +36,9 @@ def test_published_figures_come_out():
     assert [float(f"{f.theirs:.2f}") for f in theirs] == [f.published for f in theirs]
 
 
-def test_what_the_engine_holds_beside_them():
-    """In elements: 18Ψ, 4Ψ + 16Ψ/n, 2Ψ + 16Ψ/n, 18Ψ/n between steps, of 7.5e9 on 64 ranks."""
+def test_the_engines_bytes_are_shown_with_the_published_ones():
+    """In bytes, between steps, for 7.5e9 parameters on 64 ranks: 18Ψ, 4Ψ + 16Ψ/n, 2Ψ + 16Ψ/n,
+    18Ψ/n."""
     psi = 7.5
     expected = [18 * psi, 4 * psi + psi / 4, 2 * psi + psi / 4, 18 * psi / 64]
     zero = [f.engine for f in figures() if f.source == ZERO]
@@ -58,22 +59,22 @@ def test_the_largest_model_fits_and_a_larger_one_does_not(ranks):
 
 
 def test_the_fastest_stage_that_fits_is_recommended():
-    _, _, rows, says = planned(model="llama-7b")
+    _, _, rows, message = planned(model="llama-7b")
     assert [r.fits for r in rows] == [False, True, True, True]
-    assert says.startswith("stage 1: the least predicted time")
-    assert says.endswith("stage 0 does not fit")
+    assert message.startswith("stage 1: the least predicted time")
+    assert message.endswith("stage 0 does not fit")
 
 
-def test_where_none_fits_the_ranks_that_it_takes_are_said():
-    model, setting, _, says = planned(model="llama-70b", ranks=8)
-    ranks = int(says.split()[-2])
-    assert says == f"none fits; stage 3 would with {ranks} ranks"
+def test_if_no_stage_fits_the_ranks_needed_are_named():
+    model, setting, _, message = planned(model="llama-70b", ranks=8)
+    ranks = int(message.split()[-2])
+    assert message == f"none fits; stage 3 would with {ranks} ranks"
     assert sum(held(model, 3, ranks)) <= setting.memory < sum(held(model, 3, ranks // 2))
     assert planned(model="params=1e14/1", ranks=8)[3].startswith("none fits; nor would stage ")
 
 
 def test_a_larger_model_fits_where_gathers_yield():
-    """So they do in shared memory, of which that bench file is."""
+    """In shared memory, which the bench file measures, they do."""
     model = read("params=1e6/8", precision(Options(model="")))
     least, more = (sum(held(model, 3, 4, yields=yields)) for yields in (True, False))
     assert least < more
@@ -90,8 +91,9 @@ def test_a_larger_model_fits_where_gathers_yield():
     assert planned(**given, ranks=2)[3].endswith("would with 8 ranks")
 
 
-def test_buffers_of_a_step_push_one_another_out_of_a_hosts_caches(tmp_path):
-    """A byte costs no less than in one buffer of 64 MiB, even in 100 of 2.5 MB; on GPUs it does."""
+def test_many_small_buffers_are_priced_as_one_that_exceeds_the_cache(tmp_path):
+    """Per byte, many small buffers cost no less than one of 64 MiB, since they evict one another;
+    on GPUs they do."""
     report = json.loads(BENCH.read_text(encoding="utf-8"))
     ours = [r for r in report["rows"] if r["transport"] == "shm" and r["registered"]]
     most = max(ours, key=lambda r: r["bytes"])
@@ -106,8 +108,9 @@ def test_buffers_of_a_step_push_one_another_out_of_a_hosts_caches(tmp_path):
     assert planned(**given, network=str(gpus))[2][0].step.communication < least / 2
 
 
-def test_an_optimizer_in_a_hosts_memory_is_not_priced_at_a_gpus(tmp_path):
-    """30 bytes an element, as fast as each rank reads and writes the longest registered buffer."""
+def test_an_optimizer_in_host_memory_is_priced_at_its_rate(tmp_path):
+    """30 bytes per element, at the rate at which a rank reads and writes the longest registered
+    buffer."""
     given = {"model": "gpt2", "ranks": 2, "flops": 1e11, "precision": "fp32"}
     model, _, rows, _ = planned(**given, network=str(BENCH))
     path, report = tmp_path / "b.json", json.loads(BENCH.read_text(encoding="utf-8"))
@@ -119,9 +122,9 @@ def test_an_optimizer_in_a_hosts_memory_is_not_priced_at_a_gpus(tmp_path):
     assert planned(**given, network=str(path))[2][0].step.optimizer < whole / 20
 
 
-def test_json_says_what_the_tables_say(tmp_path, capsys):
+def test_the_json_equals_the_tables(tmp_path, capsys):
     out = tmp_path / "plan.json"
-    asked = [
+    arguments = [
         "plan",
         "--model",
         f"{HERE}:net",
@@ -132,7 +135,7 @@ def test_json_says_what_the_tables_say(tmp_path, capsys):
         "--flops",
         "1e11",
     ]
-    assert main([*asked, "--json", str(out)]) == 0
+    assert main([*arguments, "--json", str(out)]) == 0
     shown = capsys.readouterr().out
     found = json.loads(out.read_bytes())
     assert [s["stage"] for s in found["stages"]] == [0, 1, 2, 3]
@@ -151,18 +154,18 @@ def test_json_says_what_the_tables_say(tmp_path, capsys):
     assert f"Recommended: {found['recommendation']}." in shown
 
 
-def test_a_bench_may_have_any_number_of_ranks(tmp_path):
+def test_with_a_bench_file_any_number_of_ranks_is_accepted(tmp_path):
     out = tmp_path / "plan.json"
-    asked = ["plan", "--model", "gpt2", "--ranks", "12", "--json", str(out)]
-    assert main([*asked, "--network", str(BENCH), "--flops", "1e11"]) == 0
+    arguments = ["plan", "--model", "gpt2", "--ranks", "12", "--json", str(out)]
+    assert main([*arguments, "--network", str(BENCH), "--flops", "1e11"]) == 0
     assert json.loads(out.read_bytes())["per_node"] is None
-    assert main([*asked, "--per-node", "6"]) == 0
+    assert main([*arguments, "--per-node", "6"]) == 0
     assert json.loads(out.read_bytes())["per_node"] == 6
 
 
 def test_a_small_model_is_shown_in_small_units(capsys):
-    asked = ["plan", "--model", f"{HERE}:net", "--ranks", "2", "--stage", "3", "--memory", "1M"]
-    assert main(asked) == 0
+    arguments = ["plan", "--model", f"{HERE}:net", "--ranks", "2", "--stage", "3", "--memory", "1M"]
+    assert main(arguments) == 0
     shown = capsys.readouterr().out
     total = sum(held(planned(model=f"{HERE}:net", ranks=2)[0], 3, 2))
     assert (
@@ -173,14 +176,14 @@ def test_a_small_model_is_shown_in_small_units(capsys):
 
 
 @pytest.mark.parametrize(("given", "size"), [("80GB", 80e9), ("80g", 80e9), ("80GiB", 80 << 30)])
-def test_memory_is_counted_as_it_is_shown(given, size, capsys):
-    """In powers of 1000, but for GiB."""
+def test_memory_units_are_decimal_except_gib(given, size, capsys):
+    """In powers of 1000, except GiB."""
     assert check(Options(model="", memory=given)).memory == size
     assert main(["plan", "--model", "gpt2", "--memory", given]) == 0
     assert f"memory {size / 1e9:.4g} GB" in capsys.readouterr().out
 
 
-def test_published_is_shown(capsys):
+def test_published_figures_are_printed(capsys):
     assert main(["plan", "--published"]) == 0
     shown = capsys.readouterr().out
     for line in ("120         120.00        135.00", "15.93          15.93"):
@@ -237,6 +240,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("arguments", "says"), REFUSED.values(), ids=REFUSED.keys())
-def test_bad_input_is_one_line_and_exit_code_2(arguments, says, refused):
-    refused("plan", *arguments, says=says)
+@pytest.mark.parametrize(("arguments", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_bad_input_is_refused_in_one_line(arguments, message, refused):
+    refused("plan", *arguments, message=message)

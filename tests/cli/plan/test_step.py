@@ -1,4 +1,5 @@
-"""The two clocks: the wire carries what the traffic formula says; timelines worked out by hand."""
+"""The predicted timeline of a step: it sends the traffic formula's bytes, and equals timelines
+worked out by hand."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def sent(collective: str, size: int) -> float:
     st.sampled_from([0, 1, 2, 3]),
     st.integers(0, 5000),
 )
-def test_the_wire_carries_what_the_traffic_formula_says(units, stage, limit):
+def test_the_timeline_sends_the_bytes_of_the_traffic_formula(units, stage, limit):
     sizes, widths = zip(*units, strict=True)
     plan, step = run(sizes, stage, widths, cost=sent, forward=[1.0] * len(sizes), limit=limit)
     groups = [[i] for i in range(len(sizes))]
@@ -62,10 +63,9 @@ def test_the_wire_carries_what_the_traffic_formula_says(units, stage, limit):
 
 # A root without parameters, and two equal units A and B. Every collective takes 1, a unit's forward
 # 1, its backward 2.
-#
 #     stage 0      forward 0-2, B's backward 2-4, reduced 4-5; A's 4-6, reduced 6-7
-#     stages 1, 2  A gathered 0-1, B 1-2 behind A's forward; then as stage 0
-#     stage 3      as 1, but A is freed after its forward and gathered again behind B's backward
+#     stages 1, 2  A gathered 0-1, B 1-2 during A's forward; then as stage 0
+#     stage 3      as 1, but A is freed after its forward and gathered again during B's backward
 BY_HAND = {
     0: Step(compute=6, communication=2, exposed=1, optimizer=0),
     1: Step(compute=6, communication=4, exposed=2, optimizer=0),
@@ -75,7 +75,7 @@ BY_HAND = {
 
 
 @pytest.mark.parametrize("stage", BY_HAND)
-def test_timelines_worked_out_by_hand(stage):
+def test_timelines_equal_those_worked_out_by_hand(stage):
     def cost(_collective: str, size: int) -> float:
         return 1.0 if size else 0.0
 
@@ -85,8 +85,8 @@ def test_timelines_worked_out_by_hand(stage):
     assert step.hidden == step.communication - step.exposed
 
 
-def test_a_reduction_without_its_own_bucket_waits_for_the_one_before():
-    """Reductions of 10 behind backwards of 2: the second starts when the first is through."""
+def test_with_one_bucket_a_reduction_waits_for_the_previous_one():
+    """Reductions of 10 after backwards of 2: the second starts when the first has finished."""
 
     def cost(collective: str, size: int) -> float:
         return 10.0 if size and collective == "reduce_scatter" else 0.0
@@ -95,14 +95,14 @@ def test_a_reduction_without_its_own_bucket_waits_for_the_one_before():
         run([0, 64, 64, 64], stage, [FROZEN] + 3 * [FLOAT32], cost=cost, forward=[0, 1, 1, 1])[1]
         for stage in (1, 2)
     ]
-    # Backward of the third unit ends at 5; the wire is busy to 35 in either case. In stage 2 the
-    # second unit's waits at 7 to 15, the first's, 15-17, at 17 to 25.
+    # The third unit's backward ends at 5; the wire is busy until 35 in either case. In stage 2 the
+    # second unit's backward waits from 7 to 15, the first's, 15-17, from 17 to 25.
     assert [s.compute + s.exposed for s in both] == [35, 35]
     assert [s.exposed for s in both] == [26, 26]
 
 
-def test_a_bucket_is_filled_while_the_one_before_is_reduced():
-    """As above, with 0.5 more a unit: reduced are the third 5.5-15.5, the second, whose bucket is
+def test_a_bucket_is_filled_while_the_previous_one_is_reduced():
+    """As above with 0.5 more per unit: the third is reduced 5.5-15.5, the second, whose bucket is
     full at 8, 15.5-25.5, and the first, full at 18, 25.5-35.5."""
 
     def cost(collective: str, size: int) -> float:
@@ -121,7 +121,7 @@ def test_without_compute_nothing_is_hidden():
 
 
 def test_flattening_is_compute_before_the_reduction():
-    """As stage 0 by hand, with 0.5 more a unit: B reduced 4.5-5.5, A 7-8."""
+    """As stage 0 by hand with 0.5 more per unit: B is reduced 4.5-5.5, A 7-8."""
 
     def cost(_collective: str, size: int) -> float:
         return 1.0 if size else 0.0
@@ -132,7 +132,7 @@ def test_flattening_is_compute_before_the_reduction():
 
 
 @given(st.sampled_from([0, 1, 2, 3]), st.floats(0, 10))
-def test_where_the_cores_move_the_bytes_nothing_is_hidden(stage, forward):
+def test_without_spare_cores_no_communication_is_hidden(stage, forward):
     sizes, widths = [5, 64, 80], [FLOAT32] * 3
     both = [
         run(sizes, stage, widths, cost=sent, forward=[forward] * 3, beside=beside)[1]

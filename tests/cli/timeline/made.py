@@ -1,4 +1,4 @@
-"""A trace of 2 ranks whose every figure is known; times in µs."""
+"""A made-up trace of 2 ranks with known figures; times in µs."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ringdp.tape.parts import merge, part_path, write_part
 from ringdp.tape.recorder import Counter, Recorder, Span
 
 COMM = {"name": "1.2", "label": "reductions of stage 2", "lane": 2, "ranks": [0, 1]}
-LATE = 100  # that rank 1 comes later
+LATE = 100  # how much later rank 1 begins its collectives
 STEP = 2000
 HELD = {"parameters": 800, "gathered": 0, "gradients": 400, "buckets": 300, "optimizer": 1600}
 
 
 def rank_part(rank: int) -> Recorder:
-    """Two steps: forward 0-500, backward 500-1500 with an all_reduce 700-1300 of which the last
-    200 are waited for, optimizer 1500-1800."""
+    """Two steps: forward 0-500; backward 500-1500 with an all_reduce 700-1300, whose last 200 are
+    waited for; optimizer 1500-1800."""
     made = Recorder()
     main = made.thread()
     lane = made.lane("comm", "reductions of stage 2")
@@ -61,7 +61,7 @@ def rank_part(rank: int) -> Recorder:
 
 
 def trace(at: Path, missing: dict[str, str] | None = None) -> Path:
-    """The file, in that directory."""
+    """Writes the trace to that directory."""
     path = at / "run.json"
     parts = {}
     for rank in range(2):

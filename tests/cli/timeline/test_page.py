@@ -139,7 +139,7 @@ DRIVE_NOTHING = """(async () => {
 
 
 @needs_browser
-def test_the_page_of_a_trace_around_nothing(browse, tmp_path: Path):
+def test_the_page_of_an_empty_trace_works(browse, tmp_path: Path):
     path = trace(tmp_path)
     document = json.loads(path.read_bytes())
     for part in document["ringdp"]["parts"].values():
@@ -159,7 +159,7 @@ def test_the_page_of_a_trace_around_nothing(browse, tmp_path: Path):
         (2, "Nothing is predicted: for that all ranks must", "No chunks: nothing moved, or the"),
     ],
 )
-def test_why_there_is_no_prediction_and_no_chunk(
+def test_missing_predictions_and_chunks_are_explained(
     browse, tmp_path: Path, ranks: int, unpriced: str, unmoved: str
 ):
     found = digest(read(trace(tmp_path)), None, lambda _: None)
@@ -171,7 +171,7 @@ def test_why_there_is_no_prediction_and_no_chunk(
 
 
 @needs_browser
-def test_where_caches_end_is_said(browse, tmp_path: Path):
+def test_the_models_caches_are_described(browse, tmp_path: Path):
     bench = Path(__file__).parents[3] / "bench/results/all_reduce.json"
     found = digest(read(trace(tmp_path)), str(bench), lambda _: None)
     (end, more), *_ = found["model"]["caches"]
@@ -180,7 +180,7 @@ def test_where_caches_end_is_said(browse, tmp_path: Path):
 
 
 def contrast(*colors: list[int]) -> float:
-    """As WCAG 2 defines it."""
+    """The contrast of two colors, as defined by WCAG 2."""
     linear = [
         [
             c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
@@ -193,7 +193,7 @@ def contrast(*colors: list[int]) -> float:
 
 
 @needs_browser
-def test_the_page_in_a_browser(browse, tmp_path: Path):
+def test_the_page_shows_and_navigates_the_trace(browse, tmp_path: Path):
     run = read(trace(tmp_path, {"2": "rank 2 (process 9) ended"}))
     dom = browse(fill(digest(run, None, lambda _: None), "<b>{{data}}"), script=DRIVE)
     found = json.loads(dom.texts["found"])
@@ -245,5 +245,5 @@ def test_the_page_in_a_browser(browse, tmp_path: Path):
     assert (found["playing"], found["played"]) == ("Stop", "Play")
     assert found["shades"] == "local, local, scroll, scroll"
     roles = [of["role"] for tag, of in dom.elements if tag == "canvas" and "tabindex" in of]
-    assert roles == ["application"] * 2  # else a screen reader keeps their keys
+    assert roles == ["application"] * 2  # otherwise a screen reader would not pass on keys
     assert found["fits"] == [[[], 376], [[], 1256]]

@@ -1,4 +1,4 @@
-"""`ringdp report`: its figures, and what it refuses."""
+"""`ringdp report`: its figures, and the files that it refuses."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from ringdp.schedule.cost import Machine, closed, seconds
 from tests.cli.timeline.made import HELD, LATE, STEP, trace
 
 
-def test_intervals():
+def test_unions_overlaps_and_lengths_of_intervals():
     assert union([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
     assert overlap([(0, 4), (5, 6)], [(1, 2), (3, 5.5)]) == [(1, 2), (3, 4), (5, 5.5)]
     assert length([(1, 2), (3, 5)]) == 3
 
 
-def test_hidden_and_exposed(tmp_path: Path):
+def test_hidden_and_exposed_communication(tmp_path: Path):
     run = read(trace(tmp_path))
     events, came = by_rank(run), {w.key: w.came for w in match(run)}
     for rank in range(2):
@@ -38,10 +38,10 @@ def test_hidden_and_exposed(tmp_path: Path):
         assert found == (rank, *times)
 
 
-def test_what_the_engine_does_is_not_what_the_model_computes(tmp_path: Path):
+def test_the_engines_own_work_is_not_counted_as_compute(tmp_path: Path):
     run = read(trace(tmp_path))
     like = next(e for e in by_rank(run)[0] if e.get("cat") == "backward")
-    # Of the second 150 are waited for, and of the third none are within forward or backward.
+    # 150 of the second are waited for; the third is outside of forward and backward.
     for category, begin, took in (
         ("reduce", 600, 50),
         ("prefetch", 1150, 200),
@@ -54,7 +54,7 @@ def test_what_the_engine_does_is_not_what_the_model_computes(tmp_path: Path):
     assert all(s["total"] == 0 for s in digest(run, None, lambda _: None)["shares"])
 
 
-def test_who_waits_for_a_late_rank_communicates_only_from_then_on(tmp_path: Path):
+def test_waiting_for_a_late_rank_is_not_counted_as_communication(tmp_path: Path):
     run = read(trace(tmp_path))
     waits = {rank: [e for e in own if e.get("cat") == "wait"] for rank, own in by_rank(run).items()}
     for wait in waits[0]:
@@ -64,7 +64,7 @@ def test_who_waits_for_a_late_rank_communicates_only_from_then_on(tmp_path: Path
     assert [*second.values()][4:] == [2 * 500, 2 * 300, 2 * 200, 0]
 
 
-def test_who_is_done_before_the_last_comes_waited_for_nobody(tmp_path: Path):
+def test_a_rank_that_ends_before_the_last_comes_did_not_wait(tmp_path: Path):
     run = read(trace(tmp_path))
     for root in (e for e in by_rank(run)[0] if e.get("cat") == "collective"):
         root["dur"] = LATE / 2
@@ -72,7 +72,7 @@ def test_who_is_done_before_the_last_comes_waited_for_nobody(tmp_path: Path):
     assert [*first.values()][4:] == [LATE, LATE, 0, 0]
 
 
-def test_events_are_gone_through_equally_often_for_any_number_of_ranks(tmp_path: Path):
+def test_the_passes_over_events_do_not_grow_with_the_ranks(tmp_path: Path):
     class Counting(list[Any]):
         times = 0
 
@@ -98,11 +98,11 @@ def test_collectives_are_matched_priced_and_fitted(tmp_path: Path):
     priced = prices({w.kind for w in wholes}, schedules(run))
     assert priced == {kind: closed("all_reduce", "ring", 2)}
     found = digest(run, None, lambda _: None)
-    assert found["collectives"][0]["predicted"] == pytest.approx(600 - LATE)  # its own fit
+    assert found["collectives"][0]["predicted"] == pytest.approx(600 - LATE)  # fitted to this run
     assert seconds(priced[kind], Machine(1e-6, 1e-9, 0.0), 4000) * 1e6 == pytest.approx(2 + 4)
 
 
-def test_times_are_kept_to_the_ns(tmp_path: Path):
+def test_times_keep_their_nanoseconds(tmp_path: Path):
     run = read(trace(tmp_path))
     for event in (e for e in by_rank(run)[1] if e.get("cat") == "collective"):
         event["ts"] += 0.012
@@ -111,7 +111,7 @@ def test_times_are_kept_to_the_ns(tmp_path: Path):
     assert (found["late"], found["measured"]) == (LATE + 0.012, 600 - LATE - 0.012)
 
 
-def test_over_an_emulated_link_its_own_terms_predict(tmp_path: Path):
+def test_an_emulated_links_own_terms_are_used(tmp_path: Path):
     path = trace(tmp_path)
     document = json.loads(path.read_bytes())
     for part in document["ringdp"]["parts"].values():
@@ -122,7 +122,7 @@ def test_over_an_emulated_link_its_own_terms_predict(tmp_path: Path):
     assert found["collectives"][0]["predicted"] == 2 * 100 + 4000 / 100  # µs: 2 α + S β
 
 
-def test_where_communicators_have_several_links_none_predicts_for_all(tmp_path: Path):
+def test_with_several_links_the_runs_own_fit_is_used(tmp_path: Path):
     path = trace(tmp_path)
     document = json.loads(path.read_bytes())
     for part in document["ringdp"]["parts"].values():
@@ -135,7 +135,7 @@ def test_where_communicators_have_several_links_none_predicts_for_all(tmp_path: 
     assert found["collectives"][0]["predicted"] == pytest.approx(600 - LATE)
 
 
-def test_what_the_page_is_given(tmp_path: Path):
+def test_the_digest_for_the_page(tmp_path: Path):
     found = digest(read(trace(tmp_path, {"2": "rank 2 (process 9) ended"})), None, lambda _: None)
     assert found["notes"] == ["rank 2 (process 9) ended"]
     assert [(x["rank"], x["title"], len(x["spans"])) for x in found["lanes"]] == [
@@ -153,7 +153,7 @@ def test_what_the_page_is_given(tmp_path: Path):
     assert "<h1>ring all_reduce on 2 ranks</h1>" in found["replays"]["ring on 2"]
 
 
-def test_lanes_are_in_one_order_on_all_ranks(tmp_path: Path):
+def test_lanes_have_one_order_on_all_ranks(tmp_path: Path):
     run = read(trace(tmp_path))
     other = {"main thread": 9, "reductions of stage 2": 1}
     numbers = {e["tid"]: other[e["args"]["name"]] for e in run.events if e["name"] == "thread_name"}
@@ -165,7 +165,7 @@ def test_lanes_are_in_one_order_on_all_ranks(tmp_path: Path):
     assert of[0] == of[1] == list(other)
 
 
-def test_predictions_from_a_bench(tmp_path: Path):
+def test_predictions_use_a_bench_file(tmp_path: Path):
     bench = Path(__file__).parents[3] / "bench" / "results" / "all_reduce.json"
     found = digest(read(trace(tmp_path)), str(bench), lambda _: None)
     measured = from_files(str(bench))
@@ -192,56 +192,56 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("content", "says"), REFUSED.values(), ids=REFUSED)
-def test_bad_input_is_one_line(tmp_path: Path, refused, content, says: str):
+@pytest.mark.parametrize(("content", "message"), REFUSED.values(), ids=REFUSED)
+def test_bad_input_is_refused_in_one_line(tmp_path: Path, refused, content, message: str):
     path, page = tmp_path / "run.json", tmp_path / "page.html"
     if content is not None:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    refused("report", str(path), "--html", str(page), says=says.format(path))
+    refused("report", str(path), "--html", str(page), message=message.format(path))
     assert not page.exists()
 
 
-def test_other_bad_input_is_one_line(tmp_path: Path, refused):
+def test_damaged_files_and_bad_options_are_refused_in_one_line(tmp_path: Path, refused):
     path, page = trace(tmp_path), tmp_path / "page.html"
 
-    def told(says: str, *more: str, trace: Path = path, html: Path = page) -> None:
-        refused("report", str(trace), "--html", str(html), *more, says=says)
+    def refused_with(message: str, *more: str, trace: Path = path, html: Path = page) -> None:
+        refused("report", str(trace), "--html", str(html), *more, message=message)
 
     text = path.read_text(encoding="utf-8")
     (tmp_path / "half.json").write_text(text[: len(text) // 2], encoding="utf-8")
-    told("half.json is cut off", trace=tmp_path / "half.json")
-    told("--html: cannot write", html=tmp_path / "nowhere" / "page.html")
-    told("--network is '400Gb'; allowed: a .json", "--network", "400Gb")
-    told(f"--html: {path} is the trace itself", html=path)
+    refused_with("half.json is cut off", trace=tmp_path / "half.json")
+    refused_with("--html: cannot write", html=tmp_path / "nowhere" / "page.html")
+    refused_with("--network is '400Gb'; allowed: a .json", "--network", "400Gb")
+    refused_with(f"--html: {path} is the trace itself", html=path)
     assert path.read_text(encoding="utf-8") == text
     document = json.loads(text)
     parts = document["ringdp"]["parts"]
     path.write_text(
         json.dumps({**document, "ringdp": {**document["ringdp"], "ranks": 1}}), encoding="utf-8"
     )
-    told("ringdp.parts.1 is of no rank")
+    refused_with("ringdp.parts.1 is of no rank")
     parts["0"], document["traceEvents"][0]["pid"] = parts.pop("1"), 2
     path.write_text(json.dumps(document), encoding="utf-8")
-    told("traceEvents[0].pid is 2, of no rank")
+    refused_with("traceEvents[0].pid is 2, of no rank")
     (tmp_path / "other.json.ab12.rank1.part").write_text("{}", encoding="utf-8")
-    says = "rank 0 ended before it merged other.json.ab12.rank1.part"
-    told(says, trace=tmp_path / "other.json")
+    message = "rank 0 ended before it merged other.json.ab12.rank1.part"
+    refused_with(message, trace=tmp_path / "other.json")
     assert not page.exists()
 
 
 BAD = [None, "x", -1, {}, [], 0, 2.5, 1e308, True, math.nan, 10**30, [[]]]
-GONE = object()
+DELETED = object()
 
 
 def places(value: Any, at: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    """Of all that is in it, two of each list."""
+    """The places of all values in it, two of each list."""
     yield at
     if isinstance(value, dict | list):
         for key in value if isinstance(value, dict) else range(min(len(value), 2)):
             yield from places(value[key], (*at, key))
 
 
-def test_whatever_is_damaged_is_refused_in_one_line_or_shown(tmp_path: Path):
+def test_any_damaged_value_is_refused_in_one_line_or_shown(tmp_path: Path):
     path = trace(tmp_path)
     whole = path.read_text(encoding="utf-8")
     document = json.loads(whole)
@@ -250,14 +250,14 @@ def test_whatever_is_damaged_is_refused_in_one_line_or_shown(tmp_path: Path):
     damaged = [*places(about, ("ringdp",))][1:]
     for index in kinds.values():
         damaged += places(events[index], ("traceEvents", index))
-    said = []
+    messages = []
     for turn, place in enumerate(damaged):
-        for bad in (GONE, *BAD[turn % 6 :: 6]):
+        for bad in (DELETED, *BAD[turn % 6 :: 6]):
             document = json.loads(whole)
             inner = document
             for key in place[:-1]:
                 inner = inner[key]
-            if bad is GONE:
+            if bad is DELETED:
                 del inner[place[-1]]
             else:
                 inner[place[-1]] = bad
@@ -265,43 +265,43 @@ def test_whatever_is_damaged_is_refused_in_one_line_or_shown(tmp_path: Path):
             try:
                 json.dumps(digest(read(path), None, lambda _: None), allow_nan=False)
             except UsageError as error:
-                said.append(str(error))
-    assert not any("\n" in text for text in said)
-    assert len(said) > len(damaged)
+                messages.append(str(error))
+    assert not any("\n" in text for text in messages)
+    assert len(messages) > len(damaged)
 
 
-def test_names_that_look_like_markup_are_shown_as_they_are(tmp_path: Path, capsys):
+def test_names_that_look_like_markup_are_printed_unchanged(tmp_path: Path, capsys):
     place = tmp_path / "[bold]:zap:[" / "b]"
     place.mkdir(parents=True)
     assert main(["report", str(trace(place)), "--html", str(place / "page.html")]) == 0
     assert f"wrote {place / 'page.html'}, " in capsys.readouterr().out
 
 
-def test_the_command_writes_a_page_that_needs_nothing(tmp_path: Path, capsys):
+def test_the_page_loads_nothing_from_outside(tmp_path: Path, capsys):
     page = tmp_path / "page.html"
     assert main(["report", str(trace(tmp_path)), "--html", str(page)]) == 0
-    said = capsys.readouterr().out
-    assert "rank 0: in 3.8 ms computed 3.2 ms, was 0.0 ms in the engine, communicated" in said
-    assert "communicated 1.0 ms, of which 0.6 hidden and 0.4 waited for; waited 0.0 ms" in said
-    assert f"wrote {page}, {page.stat().st_size:,} bytes" in " ".join(said.split())
+    messages = capsys.readouterr().out
+    assert "rank 0: in 3.8 ms computed 3.2 ms, was 0.0 ms in the engine, communicated" in messages
+    assert "communicated 1.0 ms, of which 0.6 hidden and 0.4 waited for; waited 0.0 ms" in messages
+    assert f"wrote {page}, {page.stat().st_size:,} bytes" in " ".join(messages.split())
     parts = [file.read_text(encoding="utf-8") for file in PARTS.iterdir()]
     assert not any(re.search(r"https?://|src=|@import|url\(|<link|fetch\(", p) for p in parts)
     assert "default-src 'none'" in page.read_text(encoding="utf-8")
 
 
-def test_the_command_says_what_the_page_warns_of(tmp_path: Path, capsys):
+def test_the_command_prints_the_pages_warnings(tmp_path: Path, capsys):
     path = trace(tmp_path, {"2": "rank 2 (process 9) ended"})
     document = json.loads(path.read_bytes())
     document["ringdp"]["parts"]["1"] |= {"lost": 1234, "clock_error_us": 5.5, "host": "far"}
     path.write_text(json.dumps(document), encoding="utf-8")
     assert main(["report", str(path), "--html", str(tmp_path / "page.html")]) == 0
-    said = capsys.readouterr().out
+    messages = capsys.readouterr().out
     notes = digest(read(path), None, lambda _: None)["notes"]
     assert len(notes) == 3
-    assert all(note in said for note in notes)
+    assert all(note in messages for note in notes)
 
 
-def test_of_other_optimizers_than_adam_there_is_no_formula(tmp_path: Path):
+def test_only_adam_has_a_memory_formula(tmp_path: Path):
     path = trace(tmp_path)
     document = json.loads(path.read_bytes())
     for part, name in zip(document["ringdp"]["parts"].values(), ("SGD", "AdamW"), strict=True):
@@ -312,7 +312,7 @@ def test_of_other_optimizers_than_adam_there_is_no_formula(tmp_path: Path):
     assert (adam["optimizers"], adam["formula"]) == ("AdamW", list(HELD.values()))
 
 
-def test_why_an_algorithm_is_not_replayed(tmp_path: Path):
+def test_algorithms_that_cannot_be_replayed_are_explained(tmp_path: Path):
     path = trace(tmp_path)
     text = path.read_text(encoding="utf-8").replace('"algorithm": "ring"', '"algorithm": "gone"')
     path.write_text(text.replace('"algorithm":"ring"', '"algorithm":"nccl"'), encoding="utf-8")
