@@ -6,13 +6,13 @@ import hashlib
 from collections.abc import Callable
 from functools import cache
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from ringdp import Communicator, ScheduleError
+from ringdp import Communicator, ScheduleError, Work
 from ringdp.schedule import Program, Schedule, Transfer, contract, fuse, project, schedule
 from ringdp.transport.base import DTYPES, OPS
 from ringdp.transport.simulator import simulate
@@ -114,41 +114,53 @@ def results_of(comm: Communicator, cases: list[Case]) -> list[bytes]:
     return [run(comm, case) for case in cases]
 
 
-def run(comm: Communicator, case: Case) -> bytes:
-    n, me, how = comm.size, comm.rank, {"algorithm": case.algorithm}
-    root, kept = root_of(case, n), input_of(case, me, n)
-    in_arena = case.registered and me % 2 == 0
+class Begun(NamedTuple):
+    """A call of a case: its input, and what holds its result once the work is done."""
 
-    def placed(x: Tensor) -> Tensor:
-        return comm.empty(*x.shape, dtype=x.dtype).copy_(x) if in_arena else x.clone()
+    work: Work
+    input: Tensor
+    result: Tensor
 
-    mine, output = placed(kept), placed(torch.empty_like(kept))
-    part = slice(me * case.elements, (me + 1) * case.elements)
+
+def begin(
+    comm: Communicator, case: Case, place: Callable[[Tensor], Tensor] = lambda x: x, **how: Any
+) -> Begun:
+    """Calls the case's collective on tensors that `place` may copy to another place."""
+    n, me, k = comm.size, comm.rank, case.elements
+    root, mine = root_of(case, n), place(input_of(case, me, n))
+    out, part = place(torch.empty_like(mine)), slice(me * k, (me + 1) * k)
+    how["algorithm"] = case.algorithm
     match case.collective:
         case "all_reduce":
-            comm.all_reduce(mine, case.op, **how)
-            return digest(mine)
+            return Begun(comm.all_reduce(mine, case.op, **how), mine, mine)
         case "broadcast":
-            comm.broadcast(mine, root, **how)
-            return digest(mine)
+            return Begun(comm.broadcast(mine, root, **how), mine, mine)
         case "reduce":
-            comm.reduce(mine, root, case.op, **how)
-            return digest(mine)
+            return Begun(comm.reduce(mine, root, case.op, **how), mine, mine)
         case "reduce_scatter":
-            output = output[part]
-            comm.reduce_scatter(output, mine, case.op, **how)
+            work = comm.reduce_scatter(out[part], mine, case.op, **how)
+            return Begun(work, mine, out[part])
         case "all_gather":
-            comm.all_gather(output, placed(mine[part]), **how)
+            return Begun(comm.all_gather(out, place(mine[part]), **how), mine, out)
         case "gather":
-            comm.gather(output if me == root else None, mine[part], root, **how)
-            output = output if me == root else mine
+            work = comm.gather(out if me == root else None, mine[part], root, **how)
+            return Begun(work, mine, out if me == root else mine)
         case "scatter":
-            output = output[part]
-            comm.scatter(output, mine if me == root else None, root, **how)
-        case "all_to_all":
-            comm.all_to_all(output, mine, **how)
-    assert digest(mine) == digest(kept), "the input stays"
-    return digest(output)
+            work = comm.scatter(out[part], mine if me == root else None, root, **how)
+            return Begun(work, mine, out[part])
+    return Begun(comm.all_to_all(out, mine, **how), mine, out)
+
+
+def run(comm: Communicator, case: Case) -> bytes:
+    in_arena = case.registered and comm.rank % 2 == 0
+
+    def place(x: Tensor) -> Tensor:
+        return comm.empty(*x.shape, dtype=x.dtype).copy_(x) if in_arena else x.clone()
+
+    _, mine, result = begin(comm, case, place)
+    if result is not mine:
+        assert digest(mine) == digest(input_of(case, comm.rank, comm.size)), "the input stays"
+    return digest(result)
 
 
 def assert_simulators_bits(
