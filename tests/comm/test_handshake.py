@@ -14,7 +14,6 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import ringdp
@@ -27,6 +26,7 @@ from ringdp.transport.store import handshake
 from tests import limits
 from tests.comm.failing import catch, connect
 from tests.comm.test_deaths import ALLOWED, ENDS
+from tests.comm.test_groups import total
 from tests.forks import CALL_TIMEOUT, Forks, Report, store
 from tests.ranks import on_ranks
 
@@ -36,13 +36,6 @@ MAKE: dict[str, Callable[[Communicator], Communicator | None]] = {
     "duplicate": lambda c: c.duplicate(),
     "split": lambda c: c.split(0),
 }
-
-
-def total(comm: Communicator | None) -> float:
-    assert comm is not None
-    x = torch.ones(10)
-    comm.all_reduce(x)
-    return x[0].item()
 
 
 def one_rank_ends_before(
@@ -140,7 +133,7 @@ def test_a_rank_that_is_late_is_waited_for(comm: Communicator) -> None:
         comm.barrier()
         time.sleep(0.3 * (comm.rank == 1))
         made = make(comm)
-        assert total(made) == comm.size
+        assert total(made, 1) == comm.size
         made.close()
 
 

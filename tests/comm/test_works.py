@@ -297,11 +297,6 @@ class Stream:
 def test_a_gpu_work_is_waited_for_in_every_stream(monkeypatch: pytest.MonkeyPatch):
     """Also by the second stream, which the transport does not know of."""
 
-    class CompletedTransport:
-        timeout, warn_after = 60.0, 60.0
-        wait = staticmethod(lambda ticket, seconds: True)
-        transport = property(lambda self: self)
-
     gpu, first, second, third = torch.device("cuda", 0), Stream(), Stream(), Stream()
     work = Work(cast(Any, CompletedTransport()), cast(Any, None), 1, lambda: None, 0.0, gpu)
     for here in (first, first, second):

@@ -4,7 +4,6 @@ code."""
 from __future__ import annotations
 
 import re
-import resource
 import subprocess
 from pathlib import Path
 
@@ -21,8 +20,9 @@ from ringdp.transport.peer.jobs import greeted, kernel_name
 from ringdp.transport.peer.kernels import HostKernels, Kernels
 from ringdp.transport.simulator import simulate
 from tests.builds import Build, Builds
+from tests.limits import address_space_limit
 from tests.transport.peer_build import EXACT, SOURCE, WithoutRank, reason_to_skip
-from tests.transport.test_sanitizers import OPTIONS, racing, run
+from tests.transport.test_sanitizers import OPTIONS, racing, run, write_programs
 
 DEVICES = [
     "cpu",
@@ -171,17 +171,11 @@ def test_different_lengths_are_a_mismatch(kernels: Kernels, device: str) -> None
 def test_a_launch_without_enough_threads_raises_communication_error() -> None:
     ranks = VirtualRanks(2, channels=64, slab=128, device="cpu", kernels=HostKernels(), timeout=60)
     buffers = list(torch.ones(2, 64 << 5))
-    size = (
-        int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
-        * resource.getpagesize()
-    )
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (size + (32 << 20), before[1]))
-    try:
-        with pytest.raises(CommunicationError, match="lacks threads, or memory, for 64 channels"):
-            ranks.run(programs("all_reduce", "ring", 2), buffers)
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
+    with (
+        address_space_limit(32 << 20),
+        pytest.raises(CommunicationError, match="lacks threads, or memory, for 64 channels"),
+    ):
+        ranks.run(programs("all_reduce", "ring", 2), buffers)
     ranks.run(programs("all_reduce", "ring", 2), buffers)
     assert torch.all(buffers[0] == 2)
 
@@ -210,12 +204,7 @@ BUILDS = {"peer": Build(SOURCE, (EXACT, *OPTIONS, "-fsanitize=thread"), relaxes=
 
 
 def program_files(at: Path, algorithm: str, n: int) -> list[str]:
-    found = []
-    for p in map(greeted, programs("all_reduce", algorithm, n)):
-        found.append(at / f"{algorithm}-{n}-{p.rank}")
-        rows = "\n".join(" ".join(map(str, row)) for row in p.rows)
-        found[-1].write_text(f"{p.chunks} {p.scratch} {len(p.rows)}\n{rows}\n", encoding="utf-8")
-    return list(map(str, found))
+    return write_programs(list(map(greeted, programs("all_reduce", algorithm, n))), at)
 
 
 @pytest.mark.process

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ringdp.schedule import fuse, project, schedule
+from ringdp.schedule import Program, fuse, project, schedule
 from tests.builds import Build, Builds
 
 pytestmark = pytest.mark.process
@@ -47,14 +47,19 @@ def run(command: list[str], relaxed: str = "") -> subprocess.CompletedProcess[st
     return done
 
 
-def program_files(collective: str, algorithm: str, at: Path) -> list[str]:
+def write_programs(programs: list[Program], at: Path) -> list[str]:
+    """Writes each rank's program to a file that the C++ test programs can read."""
     files = []
-    for r in range(3):
-        p = fuse(project(schedule(collective, algorithm, 3), r))
+    for p in programs:
         rows = "\n".join(" ".join(map(str, row)) for row in p.rows)
-        files.append(at / f"{collective}-{algorithm}-{r}")
+        files.append(at / f"rank-{p.rank}")
         files[-1].write_text(f"{p.chunks} {p.scratch} {len(p.rows)}\n{rows}\n", encoding="utf-8")
-    return [collective, *map(str, files)]
+    return list(map(str, files))
+
+
+def arguments_of(collective: str, algorithm: str, at: Path) -> list[str]:
+    plan = schedule(collective, algorithm, 3)
+    return [collective, *write_programs([fuse(project(plan, r)) for r in range(3)], at)]
 
 
 @pytest.mark.parametrize("sanitizer", ["thread", "address"])
@@ -65,7 +70,7 @@ def test_sanitizers_find_no_error(tmp_path: Path, builds: Builds, sanitizer: str
         ("all_reduce", "direct"),
         ("broadcast", "ring"),
     ):
-        done = run([program, *program_files(collective, algorithm, tmp_path)])
+        done = run([program, *arguments_of(collective, algorithm, tmp_path)])
         assert done.returncode == 0, done.stderr
     for what in "direct", "messages":
         for n in "1", "2", "3":
@@ -88,5 +93,5 @@ def test_thread_sanitizer_finds_every_relaxed_release(
     """Shows that the test above would find a race."""
     for what in RELEASES[relaxed]:
         broadcast = what == "broadcast"
-        arguments = program_files("broadcast", "ring", tmp_path) if broadcast else [what, "2"]
+        arguments = arguments_of("broadcast", "ring", tmp_path) if broadcast else [what, "2"]
         assert racing(builds[BUILDS["thread"]], relaxed, arguments), what
