@@ -42,6 +42,34 @@ def random_floats(
     return x
 
 
+def bucket_tensors(
+    dtype: torch.dtype, device: str = "cpu"
+) -> tuple[list[torch.Tensor], list[int], int]:
+    """Tensors for every path of flatten and unflatten: full chunk, tail, odd address, strides,
+    empty, 0-d; their offsets in a bucket; and the bucket's length."""
+    g = torch.Generator().manual_seed(7)
+
+    def floats(*shape: int) -> torch.Tensor:
+        spread = torch.exp2(torch.randint(-30, 30, shape, generator=g, dtype=torch.float64))
+        return (torch.randn(shape, generator=g, dtype=torch.float64) * spread).to(dtype).to(device)
+
+    tensors = [
+        floats(4096 + 16),  # aligned: a full chunk and a tail
+        floats(4097)[1:],  # its address is not a multiple of 16 bytes
+        floats(7, 13).t(),
+        floats(0),
+        floats(1).squeeze(0),
+        floats(64, 128)[::2, ::2],
+        floats(3, 1500),
+    ]
+    offsets, end = [], 16
+    for i, x in enumerate(tensors):
+        offsets.append(end)
+        end += x.numel() + (i % 3)  # gaps of 0, 1 and 2 elements
+    order = [3, 0, 6, 2, 1, 5, 4]  # the list's order is not the bucket's
+    return [tensors[i] for i in order], [offsets[i] for i in order], end + 5000
+
+
 class OnSecondGpu(torch.Tensor):
     """A tensor that reports to be on the second GPU."""
 

@@ -9,7 +9,7 @@ from ringdp.kernels import flatten
 from ringdp.kernels.flatten import flatten_torch, flatten_triton
 from ringdp.kernels.precision import wide_dtype
 from ringdp.kernels.spans import Span, chunk_table
-from tests.kernels.inputs import LENGTHS, PAIRS, random_floats, same_bits
+from tests.kernels.inputs import LENGTHS, PAIRS, bucket_tensors, random_floats, same_bits
 
 # The interpreter computes with numpy, which warns of overflows that the tests cause on purpose.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
@@ -17,38 +17,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encount
 SCALES = [1.0, -0.375, float(torch.tensor(0.1))]
 
 
-def inputs(dtype: torch.dtype, device: str = "cpu") -> tuple[list[torch.Tensor], list[int], int]:
-    """Tensors for every path of the kernel: full chunk, tail, odd alignment, strides, empty,
-    0-d."""
-    g = torch.Generator().manual_seed(7)
-
-    def random_floats(*shape: int) -> torch.Tensor:
-        spread = torch.exp2(torch.randint(-30, 30, shape, generator=g, dtype=torch.float64))
-        return (torch.randn(shape, generator=g, dtype=torch.float64) * spread).to(dtype).to(device)
-
-    tensors = [
-        random_floats(4096 + 16),  # aligned: a full chunk and a tail
-        random_floats(4097)[1:],  # its address is not a multiple of 16 bytes
-        random_floats(7, 13).t(),
-        random_floats(0),
-        random_floats(1).squeeze(0),
-        random_floats(64, 128)[::2, ::2],
-        random_floats(3, 1500),
-    ]
-    offsets, end = [], 16
-    for i, x in enumerate(tensors):
-        offsets.append(end)
-        end += x.numel() + (i % 3)  # gaps of 0, 1 and 2 elements
-    order = [3, 0, 6, 2, 1, 5, 4]  # the list's order is not the bucket's
-    return [tensors[i] for i in order], [offsets[i] for i in order], end + 5000
-
-
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_reference_is_within_the_error_bound(
     source: torch.dtype, target: torch.dtype, scale: float
 ) -> None:
-    tensors, offsets, elems = inputs(source)
+    tensors, offsets, elems = bucket_tensors(source)
     out = torch.full((elems,), torch.nan, dtype=target)
     flatten(tensors, out, scale=scale, offsets=offsets)
     want = torch.zeros(elems, dtype=torch.float64)
@@ -70,7 +44,7 @@ def test_reference_is_within_the_error_bound(
 def test_kernel_equals_reference(
     interpreted: None, source: torch.dtype, target: torch.dtype, scale: float
 ) -> None:
-    tensors, offsets, elems = inputs(source)
+    tensors, offsets, elems = bucket_tensors(source)
     got, want = (torch.full((elems,), torch.nan, dtype=target) for _ in range(2))
     flatten_torch(tensors, want, scale, offsets)
     flatten_triton(tensors, got, scale, offsets)
@@ -171,10 +145,10 @@ def test_wrong_arguments_are_refused(
 @pytest.mark.parametrize("scale", [1.0, -0.375, 0.1])
 @pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_gpu_equals_cpu(source: torch.dtype, target: torch.dtype, scale: float) -> None:
-    tensors, offsets, elems = inputs(source)
+    tensors, offsets, elems = bucket_tensors(source)
     want = torch.full((elems,), torch.nan, dtype=target)
     flatten(tensors, want, scale=scale, offsets=offsets)
-    tensors, offsets, elems = inputs(source, "cuda")
+    tensors, offsets, elems = bucket_tensors(source, "cuda")
     got = torch.full((elems,), torch.nan, dtype=target, device="cuda")
     for _ in range(2):  # the second call uses the cached chunk table
         flatten(tensors, got, scale=scale, offsets=offsets)

@@ -7,35 +7,16 @@ import torch
 
 from ringdp.kernels import flatten, unflatten
 from ringdp.kernels.unflatten import unflatten_torch, unflatten_triton
-from tests.kernels.inputs import LENGTHS, PAIRS, random_floats, same_bits
+from tests.kernels.inputs import LENGTHS, PAIRS, bucket_tensors, random_floats, same_bits
 
 TENTH = float(torch.tensor(0.1))  # the interpreter passes floats as float32
 # The interpreter computes with numpy, which warns of overflows that the tests cause on purpose.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
 
 
-def targets(dtype: torch.dtype, device: str = "cpu") -> tuple[list[torch.Tensor], list[int], int]:
-    """Targets for every path: full chunk, tail, odd address, strides, empty, 0-d; and their
-    offsets."""
-    tensors = [
-        torch.empty(4096 + 16, dtype=dtype, device=device),
-        torch.empty(4097, dtype=dtype, device=device)[1:],
-        torch.empty(13, 7, dtype=dtype, device=device).t(),
-        torch.empty(0, dtype=dtype, device=device),
-        torch.empty((), dtype=dtype, device=device),
-        torch.empty(64, 128, dtype=dtype, device=device)[::2, ::2],
-    ]
-    offsets, end = [], 16
-    for i, x in enumerate(tensors):
-        offsets.append(end)
-        end += x.numel() + i % 3
-    order = [3, 0, 2, 1, 5, 4]
-    return [tensors[i] for i in order], [offsets[i] for i in order], end + 100
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_unflatten_is_the_inverse_of_flatten(dtype: torch.dtype) -> None:
-    tensors, offsets, elems = targets(dtype)
+    tensors, offsets, elems = bucket_tensors(dtype)
     for i, x in enumerate(tensors):
         x.copy_(random_floats(x.numel(), dtype).view(x.shape) + i)
     flat = torch.empty(elems, dtype=dtype)
@@ -61,8 +42,8 @@ def test_elements_are_rounded_as_by_flatten(
 def test_kernel_equals_reference(
     interpreted: None, source: torch.dtype, target: torch.dtype
 ) -> None:
-    got, offsets, elems = targets(target)
-    want, _, _ = targets(target)
+    got, offsets, elems = bucket_tensors(target)
+    want, _, _ = bucket_tensors(target)
     flat = random_floats(elems, source)
     unflatten_torch(flat, want, TENTH, offsets)
     unflatten_triton(flat, got, TENTH, offsets)
@@ -127,8 +108,8 @@ def test_wrong_arguments_are_refused(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_gpu_equals_cpu(source: torch.dtype, target: torch.dtype) -> None:
-    want, offsets, elems = targets(target)
-    got, _, _ = targets(target, "cuda")
+    want, offsets, elems = bucket_tensors(target)
+    got, _, _ = bucket_tensors(target, "cuda")
     flat = random_floats(elems, source)
     there = flat.cuda()
     for scale in (0.1, 0.2):  # the second call repeats the first's launch
