@@ -3,6 +3,7 @@ nothing."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,6 +18,13 @@ WIDTH = 6
 COMPUTE_IN_FLOAT64 = Precision(torch.float64)
 with_and_without_precision = pytest.mark.parametrize(
     "precision", [None, COMPUTE_IN_FLOAT64], ids=["plain", "apart"]
+)
+# A parameter -> a reference to its gradient, in each form that users keep.
+REFERENCES: tuple[Callable[[Any], Any], ...] = (
+    lambda p: p.grad,
+    lambda p: p.grad.view(-1)[1:],
+    lambda p: p.grad.numpy(),
+    lambda p: p.grad.detach(),
 )
 
 

@@ -31,6 +31,7 @@ from tests.parallel.ddp_cases import (
     mlp,
     rows,
 )
+from tests.parallel.small import REFERENCES
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
@@ -118,18 +119,13 @@ def test_buckets_are_rebuilt_once_and_reduced_as_soon_as_complete(ranks):
 def test_gradients_that_are_referenced_keep_their_values(
     comm: Communicator, as_views: bool
 ) -> None:
-    """Gradients of the last step keep their values while a reference to them is held, in any
-    form."""
+    """While a reference of any form is held to a gradient of the last step, it keeps its value,
+    unless gradients are views of the buckets."""
     net = DistributedDataParallel(mlp(), gradient_as_bucket_view=as_views, process_group=comm)
     (bucket,) = net.reducer.buckets
     first = backward(net, 0, comm.rank)
     bucket = net.reducer.buckets[0]
-    for hold in (
-        lambda p: p.grad,
-        lambda p: p.grad.view(-1)[1:],
-        lambda p: p.grad.numpy(),
-        lambda p: p.grad.detach(),
-    ):
+    for hold in REFERENCES:
         before = backward(net, 0, comm.rank)
         kept = hold(next(net.parameters()))
         copied = copy.deepcopy(kept)
