@@ -22,7 +22,7 @@ from tests.ranks import on_ranks
 def call_site_in(
     file: str, lines: int = 0, codes: list[weakref.ref[CodeType]] | None = None
 ) -> bytes:
-    """call_site, called on line `lines` + 2 of a function of another file. `codes` gets its code."""
+    """call_site, called on line `lines` + 2 of another file. `codes` gets the caller's code."""
     names: dict[str, object] = {}
     code = "\n" * lines + "def f(call_site):\n    return call_site()"
     exec(compile(code, file, "exec"), {}, names)
