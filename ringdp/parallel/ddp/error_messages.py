@@ -19,7 +19,8 @@ def advice(settings: Settings) -> str:
     if settings.find_unused_parameters:
         return (
             "Since `find_unused_parameters=True` is enabled, this means that backward raised, or "
-            f"that not all outputs were found. You can fix the latter by {outputs}."
+            "that not all outputs were found, which are looked for in containers and dataclasses. "
+            f"You can fix the latter by {outputs}."
         )
     return (
         "This error indicates that your module has parameters that were not used in producing "
@@ -29,14 +30,6 @@ def advice(settings: Settings) -> str:
     )
 
 
-# torch's class advises this variable, since it leaves the names out without it.
-NAMES = (
-    "These are all of them: there is no need to set the environment variable "
-    "TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL."
-)
-FOUND = " Tensors that `forward` returns are found in containers and dataclasses."
-
-
 def unfinished(settings: Settings, rank: int, lost: Mapping[int, str]) -> str:
     """Some gradients of the last backward did not come. `lost`: their parameters, index -> name."""
     expected = (
@@ -44,12 +37,13 @@ def unfinished(settings: Settings, rank: int, lost: Mapping[int, str]) -> str:
     )
     if not lost:
         return f"{expected}, but an error ended it when all gradients had come: look for that one."
-    looks = settings.static_graph or settings.find_unused_parameters
     return (
         f"{expected}. "
         f"{advice(settings)}\nParameter indices which did not receive grad for rank {rank}: "
         f"{' '.join(map(str, lost))}\nParameters which did not receive grad for rank {rank}: "
-        f"{', '.join(lost.values())}. {NAMES}{FOUND if looks else ''}"
+        # torch's class advises this variable, since it leaves the names out without it.
+        f"{', '.join(lost.values())}. These are all of them: there is no need to set the "
+        "environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL."
     )
 
 

@@ -19,16 +19,9 @@ from ringdp.parallel.ddp import profiling
 from ringdp.parallel.ddp.module import Replica
 from ringdp.parallel.sync_batchnorm import SyncBatchNorm
 
-ENVIRONMENT = {
-    "master_port": "MASTER_PORT",
-    "master_addr": "MASTER_ADDR",
-    "torch_distributed_debug": "TORCH_DISTRIBUTED_DEBUG",
-    "cuda_visible_devices": "CUDA_VISIBLE_DEVICES",
-}
-GLOO = {
-    "gloo_socket_ifname": "GLOO_SOCKET_IFNAME",
-    "gloo_device_transport": "GLOO_DEVICE_TRANSPORT",
-}
+# Environment variables, whose keys are their names in lower case.
+VARIABLES = ("MASTER_PORT", "MASTER_ADDR", "TORCH_DISTRIBUTED_DEBUG", "CUDA_VISIBLE_DEVICES")
+GLOO = ("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT")
 NAMES = {torch.float32: "float", torch.float64: "double"}  # those of C++
 SYNCED = (SyncBatchNorm, nn.SyncBatchNorm)
 
@@ -61,7 +54,7 @@ def facts(net: Replica) -> dict[str, Any]:
         "unused_parameter_size": sum(sizes[i] for i in reducer.unused or ()),
         "has_rebuilt_buckets": int(reducer.rebuilt),
         "backend_name": profiling.backend(group),  # which torch's class would use
-        **{key: os.environ.get(name, "N/A") for key, name in ENVIRONMENT.items()},
+        **_environment(VARIABLES),
         **reducer.runtime_log.facts,
     }
     if reducer.rebuilt:
@@ -73,10 +66,14 @@ def facts(net: Replica) -> dict[str, Any]:
     if reducer.hook:
         told["comm_hook"] = reducer.hook.name
     if told["backend_name"] == "gloo":
-        told |= {key: os.environ.get(name, "N/A") for key, name in GLOO.items()}
+        told |= _environment(GLOO)
         gloo: Any = group or dist.group.WORLD
         told["gloo_num_threads"] = gloo._get_backend(torch.device("cpu")).options._threads
     return told
+
+
+def _environment(names: Iterable[str]) -> dict[str, str]:
+    return {name.lower(): os.environ.get(name, "N/A") for name in names}
 
 
 def _sizes(layout: Iterable[Iterable[int]], sizes: list[int]) -> str:

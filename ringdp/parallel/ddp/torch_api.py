@@ -20,7 +20,7 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from ringdp.errors import ModelError, UsageError
 from ringdp.parallel import replicas
-from ringdp.parallel.ddp import arguments, comm_hooks, logging_data
+from ringdp.parallel.ddp import comm_hooks, logging_data
 from ringdp.parallel.ddp.module import Replica
 
 
@@ -171,8 +171,7 @@ class DistributedDataParallel(Replica):
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
         """The reduced parameters in the order of their indices, and whether each is sparse."""
-        found = arguments.trainables(self.module, self.parameters_to_ignore)
-        return [t.parameter for t in found], [t.sparse for t in found]
+        return [t.parameter for t in self._trainable], [t.sparse for t in self._trainable]
 
     def _log_and_throw(self, err_type: type[Exception], err_msg: str) -> NoReturn:
         raise self._runtime_log.failed(err_type(err_msg))
