@@ -223,11 +223,10 @@ class FlatUnit:
         """SUMMONED -> SHARDED (or static). `write`: keep what was written to the parameters, or
         assigned to p.data."""
         assert self.state is State.SUMMONED
-        if write:
-            whole = [p.data for p in self.parameters]
-            parts = [self.plan.part(entry, self.rank) for entry in self.plan.entries]
-            kept = [t.reshape(-1)[i:j] for t, (i, j) in zip(whole, parts, strict=True)]
-            _copy(self.rested, kept if self.slices else whole)
+        kept = zip(self.rested, self.parameters, self.plan.entries, strict=True)
+        for rested, p, entry in kept if write else ():
+            part = slice(*self.plan.part(entry, self.rank))
+            rested.copy_(p.data.reshape(-1)[part] if self.slices else p.data)
         self._point(self.parameters, self.rested)
         self._guard()
         del self.summoned, self.rested
