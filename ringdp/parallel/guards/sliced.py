@@ -142,10 +142,12 @@ def _by_owner(tensors: Sequence[Tensor], what: str) -> dict[SliceOwner, list[int
 # ---- torch's functions of all ranks' slices, with torch's signatures
 
 
-def _norms(tensors: Sequence[Tensor], given: Any, dtype: torch.dtype | None) -> list[Tensor]:
-    order = float({None: 2, "fro": 2, "nuc": 0}.get(given, given))
+def _foreach_norm(
+    tensors: Sequence[Tensor], ord: Any = 2, dtype: torch.dtype | None = None
+) -> list[Tensor]:  # fmt: skip
+    order = float({None: 2, "fro": 2, "nuc": 0}.get(ord, ord))
     if not order > 0:
-        raise UsageError(f"the norm of order {given!r} of a sharded tensor; allowed: above 0")
+        raise UsageError(f"the norm of order {ord!r} of a sharded tensor; allowed: above 0")
     out = [
         t if isinstance(t, Slice) else torch.linalg.vector_norm(t, order, dtype=dtype)
         for t in tensors
@@ -163,12 +165,6 @@ def _norms(tensors: Sequence[Tensor], given: Any, dtype: torch.dtype | None) -> 
     return out
 
 
-def _foreach_norm(
-    tensors: Sequence[Tensor], ord: float = 2, dtype: torch.dtype | None = None
-) -> list[Tensor]:  # fmt: skip
-    return _norms(tensors, ord, dtype)
-
-
 def _norm(
     tensor: Tensor,
     p: Any = None,
@@ -183,7 +179,7 @@ def _norm(
             f"the norm of a sharded tensor with dim={dim}, keepdim={keepdim} or out: it is this "
             "rank's flat slice; allowed: the norm of all of it"
         )
-    return _norms([tensor], p if ord is None else ord, dtype)[0]
+    return _foreach_norm([tensor], p if ord is None else ord, dtype)[0]
 
 
 def _linalg_norm(tensor: Tensor, ord: Any = None, **others: Any) -> Tensor:
