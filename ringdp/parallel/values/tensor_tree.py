@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from copy import Error, copy
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from operator import is_
 from types import CellType, FunctionType, ModuleType
@@ -101,8 +101,9 @@ def map_tensors(
     if isinstance(value, _CONTAINERS):
         elements = value.values() if isinstance(value, dict) else value
         return _refilled(value, map(inner, elements))
-    deep -= not is_dataclass(value)
-    return value if deep < 0 else _changed(value, lambda x: inner(x, deep))
+    if not deep:
+        return _made_again(value, inner) if is_dataclass(value) else value
+    return _changed(value, lambda x: inner(x, deep - (not is_dataclass(value))))
 
 
 def _refilled(container: Any, elements: Iterable[Any]) -> Any:
@@ -119,6 +120,11 @@ def _refilled(container: Any, elements: Iterable[Any]) -> Any:
     for key, element in zip(keys, elements, strict=True):
         new[key] = element
     return new
+
+
+def _made_again(x: Any, change: Callable[[Any], Any]) -> Any:
+    """The dataclass constructed from changed fields, as torch's DDP does."""
+    return replace(x, **{f.name: change(getattr(x, f.name)) for f in fields(x) if f.init})
 
 
 def _changed(x: Any, change: Callable[[Any], Any]) -> Any:
