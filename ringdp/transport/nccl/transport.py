@@ -11,28 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringdp.transport.base import (
-    STAMP_BYTES,
-    Exchange,
-    FailureKind,
-    Issued,
-    Prepared,
-    Run,
-    Stamped,
-)
+from ringdp.transport.base import STAMP_BYTES, Exchange, FailureKind, Issued, Prepared, Run, Stamped
 from ringdp.transport.c10d.transport import Failed
 from ringdp.transport.device.in_flight import Given, Met
 from ringdp.transport.device.streams import device_of
 from ringdp.transport.device.transport import DeviceTransport
 from ringdp.transport.nccl import native
 from ringdp.transport.nccl.execute import BYTES, Nccl, execute, warm_up
-from ringdp.transport.nccl.library import (
-    INVALID_USAGE,
-    binding,
-    communicator,
-    grouped,
-    shared_id,
-)
+from ringdp.transport.nccl.library import INVALID_USAGE, binding, communicator, grouped, shared_id
 from ringdp.transport.nccl.plan import plan
 from ringdp.transport.nccl.tiles import Tiles, slab_of, staging_shape
 from ringdp.transport.records import Call

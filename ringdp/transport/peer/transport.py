@@ -23,14 +23,7 @@ import torch
 from torch import Tensor
 from torch.distributed import DistError
 
-from ringdp.transport.base import (
-    REDUCE_OPS,
-    Exchange,
-    FailureKind,
-    Prepared,
-    Run,
-    Stamped,
-)
+from ringdp.transport.base import REDUCE_OPS, Exchange, FailureKind, Prepared, Run, Stamped
 from ringdp.transport.c10d.transport import Failed
 from ringdp.transport.device import in_flight
 from ringdp.transport.device.in_flight import Given
