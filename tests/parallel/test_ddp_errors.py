@@ -52,6 +52,7 @@ def test_wrong_models_and_arguments_are_refused(comm: Communicator) -> None:
     for text, word in (
         (error_text(lambda: wrap(mlp().requires_grad_(False))), "no trainable parameter"),
         (error_text(lambda: wrap(nn.LazyLinear(3))), "uninitialized"),
+        (error_text(lambda: wrap(mlp().to("meta"))), "on the meta device"),
         (error_text(lambda: wrap(sync), UsageError), "ringdp.SyncBatchNorm"),
         (error_text(lambda: wrap(device_ids=[0]), UsageError), "device_ids"),
         (error_text(lambda: wrap(bucket_cap_mb=-1), UsageError), "at least 0"),
