@@ -30,6 +30,7 @@ from tests.cli.misbehaving import (
     raises,
     raises_then_peer_lost,
 )
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.process
 
@@ -82,10 +83,7 @@ def group_of(leader: int) -> list[int]:
 
 def assert_gone(process: subprocess.Popen[str], pids: list[int]) -> None:
     assert all(map(has_ended, pids))
-    deadline = time.monotonic() + SECONDS
-    while group_of(process.pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert group_of(process.pid) == []
+    wait_until(lambda: not group_of(process.pid), SECONDS)
 
 
 def stderr_of(entry: Entry[Job, list[Record]], capfd: pytest.CaptureFixture[str]) -> str:

@@ -21,6 +21,7 @@ from ringdp.tape import recorder
 from ringdp.transport.tape import ENTRIES
 from tests.tape.traces import TraceFile
 from tests.transport.nccl.faults import only_with_host_nccl
+from tests.transport.over import init_over, over
 from tests.transport.test_conformance import star
 
 pytestmark = pytest.mark.process
@@ -230,9 +231,7 @@ def test_waits_for_late_ranks_are_traced_on_one_clock(ranks, tmp_path):
         assert sum(w["dur"] for w in waits) >= LATE / 2 * 1e6
 
 
-def trace_over(pool: ringdp.Communicator, transport: str, path: Path) -> None:
-    comm = ringdp.init(transport=transport)
-    rendezvous._world = pool  # the pool's communicator stays the default for the next tests
+def trace_all_reduces(comm: ringdp.Communicator, path: Path) -> None:
     with ringdp.trace(path):
         comm.all_reduce(torch.ones(10))
         works = [
@@ -242,15 +241,13 @@ def trace_over(pool: ringdp.Communicator, transport: str, path: Path) -> None:
         for work in works:
             work.wait()
             work.wait()
-    pool.barrier()  # otherwise a rank that is still in it would report this rank lost
-    comm.close()
 
 
 @pytest.mark.parametrize("transport", ["c10d", "nccl-host"])
 def test_collectives_of_transports_without_a_tape_are_traced(ranks, tmp_path, transport):
     if transport == "nccl-host":
         only_with_host_nccl()
-    ranks(2)(trace_over, transport, tmp_path / "run.json")
+    ranks(2)(over, transport, trace_all_reduces, tmp_path / "run.json")
     trace = TraceFile(tmp_path / "run.json")
     trace.check_nesting()
     for rank in range(2):
@@ -272,13 +269,11 @@ def test_collectives_of_transports_without_a_tape_are_traced(ranks, tmp_path, tr
 
 def trace_unnamed_algorithm(pool: ringdp.Communicator, path: Path) -> None:
     """Over a transport with a tape, and over one without."""
-    comm = ringdp.init(transport="c10d")
-    rendezvous._world = pool
-    with ringdp.trace(path):
-        for each in (pool, comm):
-            each.all_reduce(torch.ones(10), algorithm=partial(star))
-    pool.barrier()
-    comm.close()
+    with init_over(pool, "c10d") as comm:
+        with ringdp.trace(path):
+            for each in (pool, comm):
+                each.all_reduce(torch.ones(10), algorithm=partial(star))
+        pool.barrier()
 
 
 def test_an_algorithm_without_a_name_is_shown_by_its_repr(ranks, tmp_path):

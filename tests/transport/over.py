@@ -15,9 +15,16 @@ from ringdp.comm import rendezvous
 from tests.forks import CALL_TIMEOUT
 
 
+def init_over(comm: Communicator, transport: str, timeout: float = CALL_TIMEOUT) -> Communicator:
+    """A communicator over the transport. The pool's, `comm`, stays the default for the next
+    tests."""
+    other = ringdp.init(transport=transport, timeout=timeout)
+    rendezvous._world = comm
+    return other
+
+
 def over(comm: Communicator, transport: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    other = ringdp.init(transport=transport, timeout=CALL_TIMEOUT)
-    rendezvous._world = comm  # the pool's communicator stays the default for the next tests
+    other = init_over(comm, transport)
     result = function(other, *arguments)
     comm.barrier()  # otherwise a rank that is still in it would report this rank lost
     other.close()
@@ -34,8 +41,7 @@ def over_gpu(
     """Like `over`, with both ranks on GPU 0; NCCL takes them for two hosts."""
     os.environ |= SOCKETS | {"NCCL_HOSTID": f"ringdp-{comm.rank}"}
     torch.cuda.set_device(0)
-    other = ringdp.init(transport=transport, timeout=timeout)
-    rendezvous._world = comm
+    other = init_over(comm, transport, timeout)
     result = function(other, *arguments)
     torch.cuda.synchronize()
     comm.barrier()

@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 import ringdp
 from ringdp import Communicator
-from ringdp.comm import rendezvous
 from ringdp.comm.rendezvous import over
 from ringdp.transport.base import Link
 from ringdp.transport.store import failures
@@ -29,7 +28,9 @@ from tests.forks import CALL_TIMEOUT, Ended, Forks, Report, store
 from tests.ports import CONNECTED, sockets, unused_port
 from tests.ranks import on_ranks
 from tests.transport.offered import offered
+from tests.transport.over import init_over
 from tests.transport.test_conformance import ROWS, Case, assert_simulators_bits
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.process
 
@@ -144,8 +145,7 @@ def test_a_death_is_reported_to_a_rank_that_waits_for_another(forks: Forks):
 
 def rank_1_closes(comm: Communicator) -> Caught | None:
     """Rank 1 closes while the others still need it."""
-    c = ringdp.init(transport="c10d", timeout=CALL_TIMEOUT)
-    rendezvous._world = comm
+    c = init_over(comm, "c10d")
     c.barrier()
     comm.barrier()
     if comm.rank == 1:
@@ -251,8 +251,7 @@ def assert_rank_0_is_late(ended: list[Ended]) -> None:
 def resources_are_freed(comm: Communicator, transport: str, closes: bool) -> None:
     """A communicator's threads and descriptors are freed with it, even though every rank watches
     the others."""
-    with ringdp.init(transport=transport, timeout=CALL_TIMEOUT) as whole:
-        rendezvous._world = comm
+    with init_over(comm, transport) as whole:
         whole._transport._watch()
         whole.barrier()
         comm.barrier()
@@ -264,10 +263,10 @@ def resources_are_freed(comm: Communicator, transport: str, closes: bool) -> Non
             if closes:
                 other.close()
             del other
-        until = time.monotonic() + CALL_TIMEOUT
-        while held() - before or set(threading.enumerate()) - running:
-            assert time.monotonic() < until, (held() - before, threading.enumerate())
-            time.sleep(0.01)
+        wait_until(
+            lambda: not held() - before and not set(threading.enumerate()) - running,
+            state=lambda: (held() - before, threading.enumerate()),
+        )
         comm.barrier()
 
 
@@ -275,7 +274,6 @@ def connections_to_the_store(comm: Communicator) -> int:
     """How many connections to the job's store another communicator makes. Each could cost a query
     to a name server."""
     port = f":{int(os.environ['MASTER_PORT']):04X}"
-
     before = set(sockets(CONNECTED))
     with comm.duplicate() as other:
         other.barrier()

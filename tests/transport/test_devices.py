@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 
 import ringdp
 from ringdp import Communicator
-from ringdp.comm import rendezvous
 from ringdp.transport.store import status
 from tests.comm.failing import Caught, catch, until_failed
 from tests.forks import CALL_TIMEOUT
@@ -21,8 +19,9 @@ from tests.ranks import on_ranks
 from tests.transport.device_bodies import Trained, ddp, train_clipped
 from tests.transport.nccl.faults import only_with_host_nccl
 from tests.transport.offered import offered
-from tests.transport.over import over
+from tests.transport.over import init_over, over
 from tests.transport.test_conformance import LONG, NAMES, ROWS, Case, assert_simulators_bits
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.process
 
@@ -105,18 +104,14 @@ def test_mismatched_calls_raise_on_both_ranks(over_device, what: str):
 
 def rank_1_closes(comm: Communicator, transport: str) -> Caught | None:
     """Rank 1 closes while the others have begun collectives that no rank waits for on the host."""
-    c = ringdp.init(transport=transport, timeout=CALL_TIMEOUT)
-    rendezvous._world = comm
+    c = init_over(comm, transport)
     c.barrier()
     if comm.rank == 1:
         c.close()
         return None
     for _ in range(2):
         c.all_reduce(torch.ones(9), async_op=True)
-    until = time.monotonic() + CALL_TIMEOUT / 6
-    while c._transport.failure() is None:
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    wait_until(lambda: c._transport.failure() is not None, CALL_TIMEOUT / 6)
     caught = catch(c, c.barrier)
     c.close()
     return caught
@@ -140,11 +135,10 @@ def test_ranks_can_communicate_again_after_a_failure(comm: Communicator, transpo
     else:
         assert catch(c, lambda: c.all_reduce(torch.ones(9)), c.barrier).error == "PeerLost"
         c.abort()
-    with ringdp.init(transport=transport, timeout=CALL_TIMEOUT) as c:
+    with init_over(comm, transport) as c:
         c.all_reduce(x := torch.ones(3))
         assert torch.all(x == comm.size)
         comm.barrier()
-    rendezvous._world = comm
 
 
 def train_in_stage(comm: Communicator, stage: int) -> Trained:

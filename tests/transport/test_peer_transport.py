@@ -25,6 +25,7 @@ from ringdp.transport.peer.windows import Windows
 from tests.comm.failing import Caught, catch
 from tests.forks import CALL_TIMEOUT
 from tests.ranks import on_ranks
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.process
 
@@ -91,10 +92,11 @@ def test_a_rank_can_exit_while_others_map_its_window(comm: Communicator) -> None
             patch.setattr(in_flight, "PATIENCE", CALL_TIMEOUT)
             other.close()
             other._transport.end()
-            until = time.monotonic() + CALL_TIMEOUT / 6
-            while set(threading.enumerate()) - running:
-                assert time.monotonic() < until, threading.enumerate()
-                time.sleep(0.01)
+            wait_until(
+                lambda: not set(threading.enumerate()) - running,
+                CALL_TIMEOUT / 6,
+                threading.enumerate,
+            )
     comm.barrier()
     other.close()
 
@@ -148,10 +150,7 @@ def test_windows_are_freed_after_a_failure_once_all_kernels_have_ended(comm: Com
     comm.barrier()
     if comm.rank == 1:
         other.abort()
-    until = time.monotonic() + CALL_TIMEOUT / 6
-    while "free" not in spied.calls:
-        assert time.monotonic() < until, spied.calls
-        time.sleep(0.01)
+    wait_until(lambda: "free" in spied.calls, CALL_TIMEOUT / 6, lambda: spied.calls)
     assert ("stop" in spied.calls) == (comm.rank == 0)
 
 

@@ -6,7 +6,6 @@ import re
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from importlib import metadata
@@ -27,6 +26,7 @@ from ringdp.cli.main import main
 from ringdp.transport.store.processes import has_ended
 from tests.cli.conftest import SECONDS, printed
 from tests.transport.nccl.faults import only_with_host_nccl
+from tests.waiting import wait_until
 
 RINGDP = str(Path(sys.executable).with_name("ringdp"))
 REFUSED = {
@@ -183,10 +183,7 @@ def test_a_rank_that_dies_ends_the_others(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def assert_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not all(map(has_ended, pids)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert all(map(has_ended, pids))
+    wait_until(lambda: all(map(has_ended, pids)), SECONDS)
 
 
 class Scripted:

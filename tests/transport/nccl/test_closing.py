@@ -23,6 +23,7 @@ from tests.ranks import on_ranks
 from tests.transport.nccl.behind import BehindStreams, SpiedComm, put_behind
 from tests.transport.nccl.faults import only_with_host_nccl
 from tests.transport.test_c10d import assert_rank_0_is_late, resources_are_freed, server_stops
+from tests.waiting import wait_until
 
 only_with_host_nccl()
 pytestmark = pytest.mark.process
@@ -44,10 +45,7 @@ def test_an_aborted_communicator_frees_its_device_memory(comm: Communicator) -> 
     del x
     comm.barrier()
     other.abort()
-    until = time.monotonic() + 60
-    while any(ref() is not None for ref in references) and time.monotonic() < until:
-        time.sleep(0.01)
-    assert [ref() for ref in references] == [None, None]
+    wait_until(lambda: [ref() for ref in references] == [None, None])
 
 
 def test_a_closed_communicator_frees_its_resources(ranks) -> None:
@@ -72,9 +70,7 @@ def test_closing_waits_for_collectives_that_have_returned(comm: Communicator) ->
     streams.ended.set()
     closing.join(60)
     assert not closing.is_alive()
-    until = time.monotonic() + 60
-    while "destroy" not in spied.calls and time.monotonic() < until:
-        time.sleep(0.01)
+    wait_until(lambda: "destroy" in spied.calls)
     assert not spied.aborted.is_set(), "what the call promised was left half done"
 
 
@@ -180,10 +176,7 @@ def test_memory_is_freed_when_destroying_nccl_takes_long(comm: Communicator) -> 
     finally:
         in_flight.PATIENCE = before
     slow.others.set()
-    until = time.monotonic() + 60
-    while memory() is not None and time.monotonic() < until:
-        time.sleep(0.01)
-    assert memory() is None
+    wait_until(lambda: memory() is None)
 
 
 class Unstartable:

@@ -25,6 +25,7 @@ from tests.ranks import on_ranks
 from tests.transport.nccl.behind import BehindStreams, SpiedComm, put_behind
 from tests.transport.nccl.faults import only_with_host_nccl
 from tests.transport.nccl.racing import patch_torch
+from tests.waiting import wait_until
 
 only_with_host_nccl()
 pytestmark = pytest.mark.process
@@ -197,10 +198,7 @@ def test_a_buffer_is_released_once_its_work_was_waited_for(comm: Communicator) -
     work = comm.all_reduce(x, async_op=True)
     work.wait()
     del x, work
-    until = time.monotonic() + 60
-    while reference() is not None and time.monotonic() < until:
-        time.sleep(0.01)
-    assert reference() is None
+    wait_until(lambda: reference() is None)
     streams.ended.set()
 
 

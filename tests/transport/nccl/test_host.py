@@ -26,6 +26,7 @@ from ringdp.transport.nccl.library import (
 from ringdp.transport.nccl.native import TYPES
 from tests.comm.failing import held
 from tests.transport.nccl.faults import FAIL, STALL, fault, fault_is_due, only_with_host_nccl
+from tests.waiting import wait_until
 
 only_with_host_nccl()
 
@@ -246,9 +247,7 @@ def test_an_injected_stall_ends_with_an_abort():
     fault(STALL)
     stalled = threading.Thread(target=run_on_threads, args=([comm], stuck), daemon=True)
     stalled.start()
-    until = time.monotonic() + SECONDS
-    while fault_is_due() and time.monotonic() < until:
-        time.sleep(0.001)
+    wait_until(lambda: not fault_is_due())
     stalled.join(0.05)
     assert stalled.is_alive()
     comm.abort()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from functools import partial
 
@@ -20,6 +19,7 @@ from tests.comm.failing import catch
 from tests.ranks import on_ranks
 from tests.transport.nccl.behind import SpiedComm
 from tests.transport.nccl.faults import NONE, STALL, fault, only_with_host_nccl
+from tests.waiting import wait_until
 
 only_with_host_nccl()
 pytestmark = pytest.mark.process
@@ -60,10 +60,7 @@ def test_a_job_that_raises_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
 
     queue.put(partial(fail, x))
     del x
-    until = time.monotonic() + 60
-    while reference() is not None and time.monotonic() < until:
-        time.sleep(0.01)
-    assert reference() is None
+    wait_until(lambda: reference() is None)
     queue.end()
 
 
@@ -82,10 +79,7 @@ def test_a_hanging_abort_gives_the_device_a_new_queue(comm: Communicator) -> Non
         comm.barrier()  # otherwise the other rank could see the failure before its call
         other._transport.device = device
         other._transport.fail(FailureKind.ABORTED, comm.rank)
-        until = time.monotonic() + 60
-        while launches(device) is before and time.monotonic() < until:
-            time.sleep(0.01)
-    assert launches(device) is not before
+        wait_until(lambda: launches(device) is not before)
     assert launches(another) is elsewhere
     for event in (passed, launched):
         event.set()

@@ -11,11 +11,11 @@ import torch
 
 import ringdp
 from ringdp import Communicator
-from ringdp.comm import rendezvous
 from tests.comm.failing import Caught, catch
 from tests.forks import CALL_TIMEOUT, Report
 from tests.ranks import on_ranks
 from tests.transport.nccl.faults import FAIL, LOSE, NONE, STALL, fault, only_with_host_nccl
+from tests.transport.over import init_over
 from tests.transport.test_conformance import ROWS, Case, assert_simulators_bits, results_of
 
 only_with_host_nccl()
@@ -108,8 +108,7 @@ def test_nccls_own_collectives_give_exact_sums(comm: Communicator) -> None:
 def inject_fault(comm: Communicator, what: int) -> Caught | None:
     """Rank 1's third launch from now on fails or stalls; each collective has one launch for its
     stamp."""
-    c = ringdp.init(transport="nccl-host", timeout=CALL_TIMEOUT)
-    rendezvous._world = comm
+    c = init_over(comm, "nccl-host")
     c.barrier()
     comm.barrier()
     if comm.rank == 1:
