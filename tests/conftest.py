@@ -120,7 +120,7 @@ def forks() -> Iterator[Forks]:
 
 @pytest.fixture
 def store_client() -> Iterator[Callable[[Store], StoreClient]]:
-    """asking(store): a StoreClient of `store`, closed at the end of the test."""
+    """store_client(store): a StoreClient of `store`, closed at the end of the test."""
     with ExitStack() as until_end:
         yield lambda store: until_end.enter_context(StoreClient(lambda: store))
 

@@ -122,7 +122,7 @@ def be_rank(
 
     import ringdp
 
-    # after a fork torch makes its thread pool anew, and fails if two threads do it at once
+    # after a fork torch makes a new thread pool, and fails if two threads do it at once
     torch.set_num_threads(1)
     os.environ["RANK"] = str(rank)
     function(ringdp.init(timeout=CALL_TIMEOUT, warn_after=CALL_TIMEOUT), pipe.send, *arguments)

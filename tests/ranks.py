@@ -39,7 +39,7 @@ SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["tests.ranks", "pytest", "ringdp.cli.train", "torch._dynamo"])
 
 # torch's store looks up the name of every host that connects, this one included. If a query to the
-# name server is lost, the store serves nobody for 5 s; with this setting for 1 s. Processes started
+# name server is lost, the store gives no answer for 5 s; with this setting 1 s. Processes started
 # by the tests inherit it.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
 

@@ -29,7 +29,7 @@ def run(script: Path, ranks: int = 2) -> list[str]:
         | {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
         for rank in range(ranks)
     ] or [{}]
-    outputs = [script.with_name(f"said-{rank}") for rank in range(len(environments))]
+    outputs = [script.with_name(f"output-{rank}") for rank in range(len(environments))]
     processes = [
         SERVER.Process(target=_be_rank, args=(script, variables, file), daemon=True)
         for variables, file in zip(environments, outputs, strict=True)

@@ -96,13 +96,13 @@ def test_a_hanging_part_is_killed_with_its_children_at_its_limit(
     log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(part_module, "GRACE", 0.1)
-    beside = subprocess.Popen(["sleep", "600"])
+    unrelated = subprocess.Popen(["sleep", "600"])
     hung = done(Part("part", HANGS, 2, tests=False), log)
     assert hung.state == "timed out"
     assert not Path(f"/proc/{int(hung.tail)}").exists()
-    assert beside.poll() is None  # a process that the part did not start
-    beside.kill()
-    beside.wait()
+    assert unrelated.poll() is None  # a process that the part did not start
+    unrelated.kill()
+    unrelated.wait()
 
 
 def test_a_part_counts_tests_and_collects_skip_reasons(tmp_path: Path, log: Path) -> None:

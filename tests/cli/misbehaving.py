@@ -63,7 +63,7 @@ def exits_without_result(job: Job, emit: Emit) -> list[Record]:
 
 
 def killed_then_peer_lost(job: Job, emit: Emit) -> list[Record]:
-    """Rank 0 notices rank 1's death when the launcher has already told it to end."""
+    """Rank 0 notices rank 1's death after the launcher has already signalled it to end."""
     launch.LAST_WORDS = 20.0  # a busy machine is slow
     comm = ringdp.init()
     comm.barrier()

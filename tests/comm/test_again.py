@@ -162,9 +162,9 @@ def rank_1_finds_that_rank_2_died(comm: Communicator, report: Report, call: str)
         os.kill(os.getpid(), signal.SIGKILL)
     if comm.rank == 1:
         report(catch(comm, comm.barrier))
-        store().set("told", "")
+        store().set("lost", "")
     else:
-        store().wait(["told"])
+        store().wait(["lost"])
         report(catch(comm, lambda: UNWAITED[call](comm)))
 
 

@@ -42,7 +42,7 @@ def check_all_reduce_and_broadcast(comm: Communicator) -> None:
         view(big).copy_(values(mine, 6, 5))
         comm.all_reduce(view(big))
         assert torch.equal(view(big), expected)
-        assert big.count_nonzero() == expected.count_nonzero(), "written beside the view"
+        assert big.count_nonzero() == expected.count_nonzero(), "written outside the view"
 
     parameter = torch.nn.Parameter(values(mine, 5, 6)).t()
     comm.all_reduce(parameter)

@@ -101,4 +101,4 @@ def test_a_rank_that_dies_is_reported_lost_by_all_others(forks: Forks, how, when
                 assert f"{form.name} #1 (" in row, h
             assert h.at - died < ALLOWED, h
             after.append(h.at - died)
-    print(f"{how} {when}, {n} ranks: told {min(after):.4f} to {max(after):.4f} s later")
+    print(f"{how} {when}, {n} ranks: reported {min(after):.4f} to {max(after):.4f} s later")

@@ -128,13 +128,13 @@ def wait_for_a_message(comm: Communicator, report: Report) -> None:
     if comm.rank == 0:
         comm.recv(x, 1, tag=7)
     elif comm.rank == 1:
-        talk.wait(["told"])
+        talk.wait(["shown"])
         comm.send(x, 0, tag=7)
     else:
         while comm._transport.message(0) is None:
             time.sleep(0.01)
         report(table(comm._transport))
-        talk.set("told", "")
+        talk.set("shown", "")
     comm.barrier()
     report(table(comm._transport))
 
@@ -155,7 +155,7 @@ def stall_and_collect_warnings(comm: Communicator, report: Report) -> None:
     def collect(text: str) -> None:
         warnings.append(text)
         if comm.rank == 0:  # set once more if there is a second warning
-            threading.Timer(0.3, talk.set, ("told", "")).start()
+            threading.Timer(0.3, talk.set, ("warned", "")).start()
 
     handler = logging.Handler()
     handler.emit = lambda record: collect(record.getMessage())  # type: ignore[method-assign]
@@ -163,7 +163,7 @@ def stall_and_collect_warnings(comm: Communicator, report: Report) -> None:
         other.barrier()  # collective 0
         logging.getLogger("ringdp").addHandler(handler)
         if comm.rank == 1:
-            talk.wait(["told"])
+            talk.wait(["warned"])
         work = other.all_reduce(torch.ones(10), async_op=True)
         # the late rank does not wait, so it must not warn
         while comm.rank == 1 and not work.is_completed():

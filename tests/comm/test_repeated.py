@@ -185,8 +185,7 @@ def test_repeated_calls_with_each_root_are_right(comm: Communicator) -> None:
 
 @on_ranks(2)
 def test_results_are_copied_to_the_memory_given_in_the_call(comm: Communicator) -> None:
-    """The output gets other memory before the data has arrived, and the inputs are overwritten
-    meanwhile."""
+    """Before the data arrives, the output gets other memory and the inputs are overwritten."""
     n, each = comm.size, 70_000
     x, part = torch.ones(n * each), torch.empty(each)
     for _ in range(3):

@@ -19,7 +19,7 @@ MEMORY = {  # by bits of an element, whose index is (address - PAGE) / its bytes
 
 
 class Tensors:
-    """The memory of all CPU tensors. It is collected anew when an access lies outside what is
+    """The memory of all CPU tensors. It is collected again when an access lies outside what is
     known."""
 
     def __init__(self) -> None:

@@ -95,7 +95,7 @@ def test_a_repeated_call_makes_the_same_launch(
     call(first)  # by Triton
     for memory in caches:
         memory.__init__()  # type: ignore[misc]
-    call(second)  # prepared anew
+    call(second)  # prepared again
     monkeypatch.setattr(Kernel, "launch", None)
     call(second)
     call(first)

@@ -74,8 +74,8 @@ def gather_from_the_host() -> Any:
         offload=ringdp.Offload(optimizer=True),
         reader=None,
     )
-    nobody: Any = None
-    FlatUnit.gather(unit, nobody)
+    no_comm: Any = None
+    FlatUnit.gather(unit, no_comm)
     return unit.reader
 
 

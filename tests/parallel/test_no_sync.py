@@ -1,4 +1,4 @@
-"""Gradients accumulated in no_sync: what zero_grad clears of them, and what is refused meanwhile.
+"""Gradients accumulated in no_sync: what zero_grad clears of them, and what is refused inside it.
 The reference is one process, which accumulates as torch does."""
 
 from __future__ import annotations

@@ -73,28 +73,28 @@ class RecordingSource:
     """A source that records its calls."""
 
     def __init__(self) -> None:
-        self.heard: list[str] = []
+        self.calls: list[str] = []
 
     def tape_on(self, _: Recorder) -> None:
-        self.heard.append("on")
+        self.calls.append("on")
 
     def tape_drain(self) -> None: ...
 
     def tape_off(self) -> None:
-        self.heard.append("off")
+        self.calls.append("off")
 
 
 def test_sources_record_only_during_a_trace():
     early, late, leaving = RecordingSource(), RecordingSource(), RecordingSource()
     recorder.join(early)
     recorder.join(leaving)
-    assert early.heard == []
+    assert early.calls == []
     recorder.start()
     recorder.join(late)
     recorder.leave(leaving)
-    assert leaving.heard == ["on", "off"]
+    assert leaving.calls == ["on", "off"]
     recorder.stop()
-    assert early.heard == late.heard == ["on", "off"]
-    assert leaving.heard == ["on", "off"]
+    assert early.calls == late.calls == ["on", "off"]
+    assert leaving.calls == ["on", "off"]
     recorder.leave(early)
-    assert early.heard == ["on", "off"]
+    assert early.calls == ["on", "off"]

@@ -207,8 +207,8 @@ void bells() {
   check(turns == 2000, "everybody had all turns");
 }
 
-// A tape is switched on while its thread writes, and read meanwhile, so each cell is reused many
-// times.
+// A tape is switched on while its thread writes, and read at the same time, so each cell is reused
+// many times.
 void tapes() {
   Tape tape;
   std::atomic<bool> over{false};  // relaxed, so that only the tape orders its entries

@@ -104,9 +104,9 @@ def victim_ends(comm: Communicator, report: Report, how: str, when: str, victim:
 
 @pytest.mark.parametrize(("how", "when", "n", "victim"), sampled(["killed", "raising", "exiting"]))
 def test_a_rank_that_ends_is_reported_lost_by_all_others(forks: Forks, how, when, n, victim):
-    for rank, (code, said) in enumerate(forks(n, victim_ends, how, when, victim)):
+    for rank, (code, reported) in enumerate(forks(n, victim_ends, how, when, victim)):
         assert code == (ENDS[how][1] if rank == victim else 0)
-        for form, h in zip(FORMS, said, strict=True) if rank != victim else ():
+        for form, h in zip(FORMS, reported, strict=True) if rank != victim else ():
             where = f"{form} on rank {rank}: {h}"
             assert h is not None, where
             assert h.error == h.again == "PeerLost", where
@@ -146,8 +146,8 @@ def aborts_between_parts(comm: Communicator, report: Report, message: bool) -> N
 
 @pytest.mark.parametrize("message", [False, True])
 def test_an_abort_between_the_parts_of_a_message_raises_on_no_thread(forks: Forks, message: bool):
-    (_, said), _ = forks(2, aborts_between_parts, message)
-    assert said == [("PeerLost", [])]
+    (_, reported), _ = forks(2, aborts_between_parts, message)
+    assert reported == [("PeerLost", [])]
 
 
 def victim_stalls(comm: Communicator, report: Report, how: str, when: str, victim: int) -> None:
@@ -195,9 +195,9 @@ def victim_stalls(comm: Communicator, report: Report, how: str, when: str, victi
 
 @pytest.mark.parametrize(("how", "when", "n", "victim"), sampled(["stopped", "sleeping"]))
 def test_a_stalled_rank_is_named_by_all_others(forks: Forks, how, when, n, victim):
-    for rank, (code, said) in enumerate(forks(n, victim_stalls, how, when, victim)):
+    for rank, (code, reported) in enumerate(forks(n, victim_stalls, how, when, victim)):
         assert code == 0
-        for form, h in zip(FORMS, said, strict=True):
+        for form, h in zip(FORMS, reported, strict=True):
             where = f"{form} on rank {rank}: {h}"
             assert h is not None, where
             assert h.error == h.again == "CollectiveTimeout", where
@@ -232,10 +232,10 @@ def victim_errs(comm: Communicator, report: Report, when: str, victim: int) -> N
     ("n", "when", "victim"), [(4, "before", 3), (2, "within", 1), (4, "after", 0)]
 )
 def test_a_mismatch_is_reported_on_all_ranks_with_both_lines(forks: Forks, n, when, victim):
-    for rank, (code, said) in enumerate(forks(n, victim_errs, when, victim)):
+    for rank, (code, reported) in enumerate(forks(n, victim_errs, when, victim)):
         assert code == 0
-        assert [what for what, _ in said] == mistakes(when)
-        for what, h in said:
+        assert [what for what, _ in reported] == mistakes(when)
+        for what, h in reported:
             where = f"{what} on rank {rank}: {h}"
             if what == "nothing":
                 assert h is None, where
