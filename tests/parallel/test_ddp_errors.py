@@ -60,7 +60,6 @@ def test_wrong_models_and_arguments_are_refused(comm: Communicator) -> None:
             error_text(lambda: DistributedDataParallel(mlp(), process_group=3), UsageError),
             "ringdp.Communicator",
         ),
-        (error_text(lambda: wrap().register_comm_hook(None, 3), TypeError), "callable"),
         (
             error_text(lambda: wrap(mixed_precision=_MixedPrecision(torch.int8)), UsageError),
             "_MixedPrecision",
