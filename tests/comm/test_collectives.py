@@ -80,7 +80,7 @@ def check_reduce_scatter(comm: Communicator) -> None:
     whole, out = values(mine, n * 5), torch.zeros(5)
     comm.reduce_scatter(out, whole)
     assert torch.equal(out, own)
-    assert torch.equal(whole, values(mine, n * 5)), "the input stays"
+    assert torch.equal(whole, values(mine, n * 5)), "the input is unchanged"
 
     whole = values(mine, n * 5)
     out = whole[mine * 5 :][:5]

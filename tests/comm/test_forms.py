@@ -130,7 +130,9 @@ def check_summing(comm: Communicator, seeds: int) -> None:
         x = with_layout(input_of(me, whole, dtype, seed), into)
         comm.reduce(x, root, scale=scale, algorithm=algorithm)
         want = total if me == root else input_of(me, whole, dtype, seed)
-        assert torch.equal(x.detach().reshape(-1).resolve_conj(), want), "the others keep theirs"
+        assert torch.equal(x.detach().reshape(-1).resolve_conj(), want), (
+            "unchanged on the other ranks"
+        )
 
         source = with_layout(input_of(me, whole, dtype, seed), out_of)
         o = with_layout(input_of(me, sizes[me], dtype, -1), into)

@@ -116,4 +116,4 @@ def test_torchrun_on_two_hosts(hosts: list[str], tmp_path: Path):
         line.split() for text in printed for line in text.splitlines() if line.endswith("ends")
     ]
     assert sorted(words[1] for words in ended) == ["0", "1"], "\n".join(printed)
-    assert len({words[3] for words in ended}) == 2, "two networks"
+    assert len({words[3] for words in ended}) == 2, "the ranks are in different network namespaces"

@@ -34,7 +34,7 @@ def call_site_in(
 def test_call_site_is_the_line_of_the_call():
     first = call_site()  # from here
     assert place(first).endswith(f"/test_site.py:{first_line()}")
-    assert first is not call_site(), "another line"
+    assert first is not call_site(), "the call is on another line"
     assert len(first) == SITE_BYTES
 
 

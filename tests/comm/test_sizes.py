@@ -98,7 +98,7 @@ def send_another_size(comm: Communicator, more: int, part: int) -> Caught:
         comm.all_to_all_v(out, torch.zeros(sum(sent)), received, sent)
 
     caught = catch(comm, call, comm.barrier)
-    assert caught is not None, "it went on"
+    assert caught is not None, "no error was raised"
     return caught
 
 

@@ -186,7 +186,7 @@ def test_communicators_over_groups_have_distinct_names(ranks, tmp_path):
     trace_calls = {(a["comm"], a["number"], a["elements"]) for a in found}
     assert len(trace_calls) == len({call[:2] for call in trace_calls})
     lengths = sorted(elements for *_, elements in trace_calls if elements > 10)
-    assert lengths == [11, 12, 13, 13, 14, 15], "13: each rank alone"
+    assert lengths == [11, 12, 13, 13, 14, 15], "13 twice: once on each rank"
 
 
 def trace_two_communicators_of_one_process(_: ringdp.Communicator, path: Path) -> None:
@@ -225,7 +225,7 @@ def test_waits_for_late_ranks_are_traced_on_one_clock(ranks, tmp_path):
         waited = late_one["ts"] - early_one["ts"]
         assert waited >= LATE * 1e6
         assert early_one["args"]["waited_us"] >= LATE / 2 * 1e6
-        assert early_one["dur"] >= waited, "it ends when both have come"
+        assert early_one["dur"] >= waited, "it ends after both ranks have called"
         name = f"wait for all_reduce #{early_one['args']['number']}"
         waits = [w for w in trace.spans("wait", 1 - late) if w["name"].startswith(name)]
         assert sum(w["dur"] for w in waits) >= LATE / 2 * 1e6

@@ -81,7 +81,7 @@ class Blocks:
 
     def _of_blocks(self, where: Lanes) -> Lanes:
         by_block = where.reshape(-1, self._code.threads)
-        assert (by_block == by_block[:, :1]).all(), "the threads of a block part"
+        assert (by_block == by_block[:, :1]).all(), "the threads of a block diverge"
         return by_block[:, 0]
 
     def _part(self, some: Lanes) -> Blocks:

@@ -135,7 +135,7 @@ def test_a_checkpoint_loads_with_any_ranks_and_stage(ranks, tmp_path, wrote, rea
             assert found == held
             assert after == pytest.approx(losses, rel=1e-4)
             if n == wrote[0]:
-                assert after == losses, "as if nothing had been saved"
+                assert after == losses, "saving and loading change nothing"
     assert len(list(Path(path).glob("data-*"))) == 1
 
 

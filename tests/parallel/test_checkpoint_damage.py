@@ -242,7 +242,7 @@ def test_damaged_and_forged_checkpoints_are_refused_on_all_ranks(ranks, tmp_path
         read_index(damaged / "format")
     for stage in (0, 3):
         first, second = ranks(2)(load_damaged, str(damaged), str(whole), stage)
-        assert first == second, "every rank says what any has met"
+        assert first == second, "every rank raises the same error"
         assert len(first) == len(FORGED) + len(MISMATCHED) + 5
         assert sum("running_mean of shape [3, 3], not [9]" in text for text in first) == 1
         missing = [text for text in first if "rank-00001" in text]

@@ -73,7 +73,9 @@ def test_single_values_of_any_shape_are_kept_per_rank(ranks, tmp_path):
     first = {"d": ([1], [3.0]), "mu": ([], 0.5), "each": "as the parameter"}
     second = {"d": ([1], [4.0]), "mu": ([], 1.5), "each": ([1], [16.0])}
     assert ranks(2)(load, path, 3) == [first, second]
-    assert ranks(2)(load, path, 0) == [first, first], "of the first that had any of its elements"
+    assert ranks(2)(load, path, 0) == [first, first], (
+        "the values of the first rank that had elements"
+    )
     assert ranks(1)(load, path, 2) == [first]
 
 
@@ -256,9 +258,9 @@ def test_a_failing_commit_leaves_no_files(comm: Communicator, tmp_path: Path) ->
     before = sorted(os.listdir(tmp_path))
 
     def no_replace(*_: Any) -> None:
-        raise OSError("no rename today")
+        raise OSError("no rename")
 
-    message = r"not written; rank 0: OSError: no rename today"
+    message = r"not written; rank 0: OSError: no rename"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "replace", no_replace)
         for _ in range(2):
@@ -281,7 +283,7 @@ def test_a_failing_commit_leaves_no_files(comm: Communicator, tmp_path: Path) ->
 
     def no_sync(of: Path) -> None:
         if of == tmp_path:
-            raise OSError("no sync today")
+            raise OSError("no sync")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(index, "sync_directory", no_sync)
@@ -289,7 +291,7 @@ def test_a_failing_commit_leaves_no_files(comm: Communicator, tmp_path: Path) ->
             save(tmp_path, engine, optimizer, extra={"save": 3})
     comm.barrier()
     assert ringdp.load(tmp_path, engine, optimizer) == {"save": 3}
-    assert len(list(tmp_path.glob("data-*"))) == 2, "either may be what the disk has"
+    assert len(list(tmp_path.glob("data-*"))) == 2, "after a crash the disk may have either index"
     save(tmp_path, engine, optimizer, extra={"save": 4})
     assert len(os.listdir(tmp_path)) == len(before)
     engine.close()

@@ -220,7 +220,7 @@ def test_copies_and_state_dicts_are_as_torchs(comm: Communicator, named: bool) -
     for other in (copy.deepcopy(net), torch.load(file, weights_only=False)):
         assert equal(backward(other, 0, comm.rank), expected)
         backward(other, 1, comm.rank)
-        assert equal(gradients(net), expected), "a copy has gradients of its own"
+        assert equal(gradients(net), expected), "a copy's gradients are separate"
 
 
 # ---- whole loops

@@ -222,7 +222,7 @@ def test_stage_3_frees_what_it_gathered(ranks):
     for rest, root, block0, block1, again in ranks(2)(storage_bytes):
         assert rest == again == 0
         assert root > 0
-        assert block0 == 0, "the block before is freed"
+        assert block0 == 0, "the previous block is freed"
         assert block1 > 0
 
 

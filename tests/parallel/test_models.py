@@ -48,7 +48,7 @@ def test_a_meta_model_is_initialized_unit_by_unit(comm: Communicator, stage: int
     assert all(map(torch.isfinite, map(torch.tensor, first)))
     every = torch.empty(comm.size, len(first))
     comm.all_gather(every, torch.tensor(first))
-    assert all(torch.equal(every[0], row) for row in every), "rank 0's values everywhere"
+    assert all(torch.equal(every[0], row) for row in every), "every rank has rank 0's values"
     model(batch(comm.rank)).square().mean().backward()
     engine.close()
     fill = ringdp.shard(

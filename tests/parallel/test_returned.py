@@ -141,7 +141,7 @@ def test_a_unit_can_return_its_parameter(comm: Communicator, stage: int, part: s
         # exact for n = 2 and equal batches, except with masters in another dtype
         torch.testing.assert_close(train(net), train(twin), rtol=1e-6 if precision else 0, atol=0)
         for p in net.parameters():
-            assert len(p._backward_hooks) == 1, "a hook for every forward"
+            assert len(p._backward_hooks) == 1, "one hook, however many forwards"
         engine.close()
 
 
@@ -178,7 +178,7 @@ def test_an_expanded_buffer_gets_rank_0s_values(comm: Communicator, tmp_path: Pa
     with torch.no_grad():
         net.repeats[0] = comm.rank + 1
     engine: Engine = ringdp.shard(net, stage=3, comm=comm)
-    assert net.repeats.tolist() == [[1.0] * WIDTH] * ROWS, "rank 0's"
+    assert net.repeats.tolist() == [[1.0] * WIDTH] * ROWS, "rank 0's values"
     ringdp.save(tmp_path, engine)
     net.repeats[0] = 7
     ringdp.load(tmp_path, engine)

@@ -94,7 +94,9 @@ def test_an_asynchronous_server_counts_staleness(ranks):
     # A gradient's staleness is the number of others' steps since its worker last got parameters.
     assert sum(staleness) >= STEPS - 1
     assert max(staleness) <= STEPS
-    assert server in [values for values, _, _ in workers], "the last to be answered has it all"
+    assert server in [values for values, _, _ in workers], (
+        "the worker answered last has the server's parameters"
+    )
     assert sent == 2 * 4 * sum(p.numel() for p in copy.deepcopy(model()).parameters())
 
 

@@ -303,7 +303,7 @@ def test_gradients_are_otherwise_ordinary_slices(comm: Communicator, stage: int)
         assert plain.tolist() == p.grad.tolist()
     all_gradients = [q.grad for q in model.parameters()]
     for mine, copied in zip(all_gradients, copy.deepcopy(all_gradients), strict=True):
-        assert copied.tolist() == mine.tolist(), "not another's, which was copied before it"
+        assert copied.tolist() == mine.tolist(), "not the values of a gradient copied before"
     with pytest.raises(UsageError, match=r"dim=1.*flat slice"):
         p.grad.norm(dim=1)
     with pytest.raises(UsageError, match="order 0 "):
@@ -316,7 +316,7 @@ def test_gradients_are_otherwise_ordinary_slices(comm: Communicator, stage: int)
     optimizer.step()
     handle.remove()
     assert set(types) == {Tensor}
-    assert len(optimizer.state) == len(ps), "no state for a slice that is empty"
+    assert len(optimizer.state) == len(ps), "empty slices have no state"
     optimizer.zero_grad()
     with engine.no_sync():
         loss(model).backward()

@@ -65,6 +65,6 @@ def test_in_crowded_rounds_rank_0s_arrows_are_in_front():
     paths = re.findall(r"<path [^>]*marker-end[^>]*>", exchange)
     pale = [path for path in paths if "opacity" in path]
     assert (len(paths), len(pale)) == (16 * 15, 15 * 15)
-    assert pale == paths[: len(pale)], "behind"
+    assert pale == paths[: len(pale)], "faded arrows are drawn first"
     assert exchange.startswith("0, rank 0's arrows in front<")
-    assert "opacity" not in folds, "a rank's own stay as they are"
+    assert "opacity" not in folds, "arrows within a rank are not faded"

@@ -205,7 +205,7 @@ def test_in_crowded_rounds_rank_0s_arrows_are_in_front(browse):
     in_front = [a["class"].endswith(" picked") for a in exchange.of_class("arrow")]
     assert in_front == 7 * 7 * [False] + 7 * [True]
     assert "Rank 0’s arrows are in front." in exchange.texts["says"]
-    assert "in front" not in folds.texts["says"], "a rank's own stay as they are"
+    assert "in front" not in folds.texts["says"], "no arrow is in front of arrows within a rank"
 
 
 @needs_browser
@@ -220,7 +220,7 @@ def test_the_explanation_stays_visible_below_a_tall_grid(browse):
     title = browse(page, "#round=0", script=script).texts["title"]
     cell, top, bottom, window, before = map(float, title.split())
     assert cell <= top < bottom <= window
-    assert bottom - top == before < window / 4, "however many transfers it says"
+    assert bottom - top == before < window / 4, "its height does not grow with the transfers listed"
 
 
 @needs_browser

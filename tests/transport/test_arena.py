@@ -71,15 +71,17 @@ def test_memory_is_reused_after_the_last_view_is_gone(comm: Communicator) -> Non
     assert where % 64 == 0
     assert comm.empty(5).data_ptr() != where
     del a
-    assert comm.empty(1000, 3, dtype=torch.float64).data_ptr() != where, "a view is left"
+    assert comm.empty(1000, 3, dtype=torch.float64).data_ptr() != where, (
+        "a view still uses the memory"
+    )
     view.fill_(1)
     del view
     again = comm.empty(1000, 3, dtype=torch.float64)
-    assert again.data_ptr() == where, "its memory is used again"
+    assert again.data_ptr() == where, "the memory is reused"
     del again
     gc.collect()
     arena._join()
-    assert arena._free == before, "free memory is joined"
+    assert arena._free == before, "free blocks are merged"
 
 
 @on_ranks(2)

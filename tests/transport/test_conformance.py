@@ -159,7 +159,9 @@ def run(comm: Communicator, case: Case) -> bytes:
 
     _, mine, result = begin(comm, case, place)
     if result is not mine:
-        assert digest(mine) == digest(input_of(case, comm.rank, comm.size)), "the input stays"
+        assert digest(mine) == digest(input_of(case, comm.rank, comm.size)), (
+            "the input is unchanged"
+        )
     return digest(result)
 
 
@@ -248,7 +250,7 @@ def slice_alone(comm: Communicator, algorithm: str) -> bool:
 def test_the_bits_of_direct_do_not_depend_on_the_buffers_length(ranks):
     for n in (2, 3, 4):
         assert all(ranks(n)(slice_alone, "direct"))
-    assert not all(ranks(4)(slice_alone, "ring")), "else this test shows nothing"
+    assert not all(ranks(4)(slice_alone, "ring")), "otherwise this test could not fail"
 
 
 def star(n: int) -> Schedule:

@@ -112,7 +112,7 @@ class Runtime:
 
     def ipcCloseMemHandle(self, address: int) -> None:  # noqa: N802
         self.calls.append(("close", address))
-        raise Refused("it is gone")
+        raise Refused("the window is gone")
 
     def memcpy(self, to: int, source: int, size: int, kind: int) -> None:
         self.calls.append(("memcpy", to if kind == 1 else source, kind))

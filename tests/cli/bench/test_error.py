@@ -28,7 +28,7 @@ ALGORITHMS = ("ring", "two_way_ring", "direct", "halving", "doubling", "tree", "
 )
 def test_ulps_worked_out_by_hand(dtype, exact, found, off):
     value = torch.tensor([found], dtype=torch.float64)
-    assert value.to(dtype).double() == value, "the example is of this dtype"
+    assert value.to(dtype).double() == value, "the example is exact in this dtype"
     assert ulps(value.to(dtype), torch.tensor([exact], dtype=torch.float64)).tolist() == [off]
 
 
@@ -46,7 +46,7 @@ def test_every_sum_is_within_its_bound(algorithm):
 
 def test_ulps_of_a_sum_that_cancels_are_finite():
     rows = [row for row in measure("ring", 8) if row.dtype == "bfloat16"]
-    assert max(row.max for row in rows) < 2**24, "or one is divided by the least subnormal"
+    assert max(row.max for row in rows) < 2**24, "errors must not be divided by the least subnormal"
 
 
 def test_direct_rounds_16_bit_sums_once_and_halving_has_the_least_error():
@@ -55,7 +55,9 @@ def test_direct_rounds_16_bit_sums_once_and_halving_has_the_least_error():
         for name in ("direct", "ring", "halving")
     )
     for dtype in ("float16", "bfloat16"):
-        assert direct[dtype, "positive"].max <= 0.5 + 15 * 2**-13, "float32's errors, then one"
+        assert direct[dtype, "positive"].max <= 0.5 + 15 * 2**-13, (
+            "float32's errors, then one rounding"
+        )
         assert ring[dtype, "positive"].max > 2
     for dtype in DTYPES:
         assert halving[dtype, "positive"].mean < ring[dtype, "positive"].mean

@@ -94,7 +94,7 @@ def test_one_transport_of_a_file_is_fitted(tmp_path):
     assert from_files(str(path)).machine == alone.machine
     path.write_text(json.dumps(report | {"rows": slow + report["rows"]}), encoding="utf-8")
     assert " nccl rows of" in from_files(str(path)).source
-    assert from_files(str(path)).beside(64), "a GPU's links move the bytes"
+    assert from_files(str(path)).beside(64), "communication between GPUs takes no core"
 
 
 def test_gathers_yield_in_host_memory_only(tmp_path):

@@ -38,7 +38,7 @@ def test_named_models_have_their_published_sizes():
 def test_a_number_of_parameters_is_split_into_nearly_equal_units(given, elements, units):
     model = read(given, FLOAT32)
     sizes = [sum(e for _, e in part.parameters) for part in model.parts]
-    assert sizes[0] == 0, "the root"
+    assert sizes[0] == 0, "the root has no parameters"
     assert len(sizes[1:]) == units
     assert sum(sizes) == model.elements == elements
     assert max(sizes[1:]) - min(sizes[1:]) <= 1
@@ -47,7 +47,7 @@ def test_a_number_of_parameters_is_split_into_nearly_equal_units(given, elements
 def test_a_factorys_model_takes_no_memory():
     model = read(f"{HERE}:huge", Precision(param=torch.bfloat16))
     assert model.elements == 4 * 10**11
-    assert [w.compute for w in model.widths] == [4, 2, 2], "the root owns nothing"
+    assert [w.compute for w in model.widths] == [4, 2, 2], "the root has no parameters"
 
 
 def test_scaling_keeps_the_layout():
@@ -57,7 +57,7 @@ def test_scaling_keeps_the_layout():
     assert [p.name for p in twice.parts] == [p.name for p in model.parts]
     assert model.scaled(model.elements) == model
     small = model.scaled(1)
-    assert {e for p in small.parts for _, e in p.parameters} == {1}, "none vanishes"
+    assert {e for p in small.parts for _, e in p.parameters} == {1}, "no parameter has 0 elements"
 
 
 @pytest.mark.parametrize(

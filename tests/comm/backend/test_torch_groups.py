@@ -232,7 +232,7 @@ def test_processes_started_by_torch_can_use_the_backend(tmp_path):
     until = time.monotonic() + 600
     try:
         while not started.join(until - time.monotonic()):  # true once all have ended
-            assert time.monotonic() < until, "they hang"
+            assert time.monotonic() < until, "the calls hang"
     finally:
         for process in started.processes:
             process.kill()

@@ -93,7 +93,9 @@ class Stream:
 
     def wait_event(self, event: Event) -> None:
         if event.clock is not None:
-            assert event.captured == self._device.capturing, "an event on the other side of a graph"
+            assert event.captured == self._device.capturing, (
+                "one event is inside a captured graph, the other outside"
+            )
             mine = self._device.clock(self.cuda_stream)
             for stream, at in event.clock.items():
                 mine[stream] = max(at, mine.get(stream, 0))
@@ -117,7 +119,7 @@ class Event:
         self.captured = self._device.capturing
 
     def query(self) -> bool:
-        assert not self.captured, "an event in a graph was asked"
+        assert not self.captured, "an event of a captured graph was queried"
         return self._device.idle
 
 

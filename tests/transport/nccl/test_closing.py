@@ -71,7 +71,7 @@ def test_closing_waits_for_collectives_that_have_returned(comm: Communicator) ->
     closing.join(60)
     assert not closing.is_alive()
     wait_until(lambda: "destroy" in spied.calls)
-    assert not spied.aborted.is_set(), "what the call promised was left half done"
+    assert not spied.aborted.is_set(), "the collective that had returned was aborted"
 
 
 @on_ranks(2, pool="over_nccl")
@@ -95,7 +95,7 @@ def test_exiting_waits_for_collectives_that_have_returned(comm: Communicator) ->
         exiting = threading.Thread(target=transport.end)
         exiting.start()
         exiting.join(3 * LOOK)
-        assert exiting.is_alive(), "who is still in it would lose this rank"
+        assert exiting.is_alive(), "a rank still in the collective would report this one lost"
         streams.ended.set()
         exiting.join(60)
     assert not exiting.is_alive()
@@ -204,5 +204,5 @@ def test_closing_at_exit_works_without_a_new_thread(comm: Communicator) -> None:
         in_flight.threading = threading
     other._transport._nccl = nccl
     gc.collect()
-    assert spied() is not None, "its end would be NCCL's, which waits for graphs that are there"
+    assert spied() is not None, "freeing it would destroy NCCL's, which waits for live graphs"
     other.close()

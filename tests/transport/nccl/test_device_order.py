@@ -248,7 +248,7 @@ def test_the_staging_of_a_captured_graph_is_kept(comm: Communicator) -> None:
     streams.captures = False
     comm.all_reduce(torch.ones(50_000), algorithm="direct")
     assert len(transport._staging) > 50_000
-    assert graphs() is not None, "a replay would write into what others have by then"
+    assert graphs() is not None, "a replay would write to memory that was reused"
 
 
 @on_ranks(2, pool="over_nccl")
@@ -290,6 +290,8 @@ def test_an_abort_waits_for_a_launch_in_progress(comm: Communicator) -> None:
         assert held.sends.wait(60)
         comm.barrier()
         transport.fail(FailureKind.ABORTED, comm.rank)
-        assert not held.aborted.wait(3 * LOOK), "what is being launched uses what an abort frees"
+        assert not held.aborted.wait(3 * LOOK), (
+            "the launch in progress uses memory that an abort frees"
+        )
         held.goes_on.set()
         assert held.aborted.wait(60)

@@ -53,7 +53,7 @@ def run(programs: list[Program], buffers: list[Tensor], op: Op = "sum") -> None:
                 for call in step.receives:
                     out = tiles[rank].place(call.place, call.like, tile)
                     out.copy_(sent[call.peer, rank].popleft())
-            assert not any(sent.values()), "a message that nobody receives"
+            assert not any(sent.values()), "a message that no rank receives"
 
 
 def check(made: Schedule, elements: int, dtype: torch.dtype, op: Op = "sum") -> None:
