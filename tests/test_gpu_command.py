@@ -340,10 +340,8 @@ def test_the_table_of_kernels_shows_measured_rows(
     report = asdict(Report({}, "a GPU", rows))
     outcome = Outcome("bench of kernels", "passed", rows=report)
     assert outcome.name in {p.name for p in gpu.PARTS}
-    file = tmp_path / "a-gpu.json"
-    file.write_text(
-        json.dumps({"gpu": "a GPU", "versions": {}, "parts": [asdict(outcome)]}), encoding="utf-8"
-    )
+    text = json.dumps({"gpu": "a GPU", "versions": {}, "parts": [asdict(outcome)]})
+    (tmp_path / "a-gpu.json").write_text(text, encoding="utf-8")
     shown = tables.kernels()
     assert "a GPU, % of a copy (× best of torch)" in shown
     assert "| flatten | 8 | 95 (1.25) |" in shown
