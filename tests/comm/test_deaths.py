@@ -87,7 +87,7 @@ def test_a_rank_that_dies_is_reported_lost_by_all_others(forks: Forks, how, when
         assert code == 0
         assert [form for form, _ in reported] == forms(turn)
         for form, h in reported:
-            assert h is not None, f"{form} went on"
+            assert h is not None, f"{form} raised no error"
             assert h.error == h.again == "PeerLost", h
             assert names_its_line(h.text), h
             assert h.text.startswith(f"rank {rank} "), h

@@ -63,7 +63,7 @@ def call_with_other_sizes(
     sizes = [part] * comm.size
     mine = odd(sizes) if comm.rank == 1 else sizes
     caught = catch(comm, lambda: begin(comm, what, mine), comm.barrier)
-    assert caught is not None, f"{what} went on"
+    assert caught is not None, f"{what} raised no error"
     return caught
 
 
