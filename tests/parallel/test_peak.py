@@ -204,7 +204,7 @@ def peak_of_a_loop(comm: Communicator, raises: bool) -> tuple[int, list[int]]:
     for _ in range(3):
         engine.ledger.peak.clear()
         forward().sum().backward()
-    outputs = [o for o in gc.get_objects() if isinstance(o, UnitOutputs)]
+    outputs = [o for o in gc.get_objects() if type(o) is UnitOutputs]
     left = [len(o._since) for o in outputs if o._units[0] in engine.units]
     assert left
     engine.close()
