@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 from typing import Any
 
 import torch
@@ -34,9 +35,17 @@ class DataParallel(nn.Module):
     def forward(self, rows: Tensor) -> Tensor:
         first, *others = rows.chunk(self.replicas)
         jobs = [(self.module, first)] + [(self._replica(), self._move(part)) for part in others]
+        grad, start = torch.is_grad_enabled(), Barrier(len(jobs))
+
+        def run(job: tuple[nn.Module, Tensor]) -> Tensor:
+            # One job per thread: backward adds gradients in an order that depends on the threads.
+            start.wait()
+            with torch.set_grad_enabled(grad):  # which every thread has for itself
+                output: Tensor = job[0](job[1])
+            return output
+
         with ThreadPoolExecutor(len(jobs)) as threads:
-            grad = torch.is_grad_enabled()
-            outputs = list(threads.map(lambda job: _run(*job, grad=grad), jobs))
+            outputs = list(threads.map(run, jobs))
         return torch.cat([outputs[0], *(self._move(output) for output in outputs[1:])])
 
     def _replica(self) -> nn.Module:
@@ -50,12 +59,6 @@ class DataParallel(nn.Module):
     def _move(self, tensor: Tensor) -> Tensor:
         moved: Tensor = _Move.apply(tensor, self)  # type: ignore[no-untyped-call]
         return moved
-
-
-def _run(module: nn.Module, rows: Tensor, *, grad: bool) -> Tensor:
-    with torch.set_grad_enabled(grad):  # which every thread has for itself
-        output: Tensor = module(rows)
-    return output
 
 
 class _Move(torch.autograd.Function):
