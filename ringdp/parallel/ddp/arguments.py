@@ -100,8 +100,7 @@ def syncs(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> 
 def trainables(module: nn.Module, ignored: Set[str]) -> list[Trainable]:
     """The trained parameters in the order of `module.parameters()`, without `ignored` names.
 
-    Raises ModelError if none trains, or one is uninitialized or on the meta device; UsageError for
-    torch's SyncBatchNorm.
+    Raises ModelError if none trains, or one is uninitialized; UsageError for torch's SyncBatchNorm.
     """
     found: dict[nn.Parameter, Trainable] = {}
     for prefix, m in module.named_modules():
@@ -126,9 +125,14 @@ def trainables(module: nn.Module, ignored: Set[str]) -> list[Trainable]:
                 f"`DistributedDataParallel`: {name} is one. Run a dummy forward pass of the module "
                 "first"
             )
+    return list(found.values())
+
+
+def check_values(trainables: Sequence[Trainable]) -> None:
+    """Raise ModelError if a parameter has no values that ranks could have in common."""
+    for name, p, _ in trainables:
         if p.is_meta:
             raise ModelError(
                 f"{name} is on the meta device, where it has no values to train. Give the module "
                 "memory by to_empty(), and values, or use ringdp.shard(stage=0), which does both"
             )
-    return list(found.values())

@@ -109,6 +109,7 @@ class Replica(nn.Module, JoinableOverGroup):
         self.bucket_bytes_cap_list = [int(cap * MIB) for cap in bucket_cap_mb_list or ()]
         self.mixed_precision, self._runtime_log = mixed_precision, RuntimeLog()
         if init_sync:
+            arguments.check_values(self._trainable)
             if first:
                 replicas.check_places(self.named_module_buffers.items())
             facts = [(t.name, replicas.facts_of(t.parameter)) for t in self._trainable]
