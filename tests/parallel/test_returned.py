@@ -257,3 +257,51 @@ def test_losses_left_in_attributes_are_trained(comm: Communicator, stage: int) -
             assert torch.equal(mine, exact)
     assert engine.ledger.now["gathered"] == 0
     engine.close()
+
+
+class Leaves(nn.Module):
+    """Leaves a tensor in an attribute, besides what it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.linear(x))
+        self.left = y * 2
+        return y
+
+
+class ReturnsLeft(nn.Module):
+    """Runs another unit and leaves what that left, or returns what it left before."""
+
+    def __init__(self, leaves: Leaves, *, inside: bool) -> None:
+        super().__init__()
+        self.linear, self.inner = nn.Linear(WIDTH, WIDTH), leaves if inside else None
+        self.leaves = [leaves]  # not a module of this one
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.linear(x))
+        if self.inner is None:
+            return self.leaves[0].left
+        out = self.inner(y)
+        self.left = self.inner.left
+        return out + self.left
+
+
+def nested() -> nn.Module:
+    torch.manual_seed(0)
+    leaves = Leaves()
+    return nn.Sequential(
+        Leaves(), ReturnsLeft(leaves, inside=True), ReturnsLeft(leaves, inside=False), Leaves()
+    )
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_a_unit_may_return_what_another_has_left(comm: Communicator, stage: int) -> None:
+    """It is an output of the units that had it first: no other's backward begins there."""
+    net, twin = nested(), nested()
+    engine = ringdp.shard(net, stage=stage, unit=(Leaves, ReturnsLeft), comm=comm)
+    assert all(map(torch.equal, train(net), train(twin)))
+    engine.close()

@@ -8,11 +8,12 @@ Attributes count if they are tensors, or lists, tuples and dicts whose name does
 Of all these, outputs are those that an operation since the forward's start has made, by autograd's
 sequence numbers: what a unit has left earlier is none, nor is what it only passes on, as a skipped
 block does. Threads have numbers of their own, so what it returns with a lower number is an output
-unless it was passed in.
+unless it was passed in, or a unit that had ended before had it as one.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from ringdp.parallel.unit import FlatUnit
 from ringdp.parallel.values.tensor_tree import DEEP, map_tensors, tensors
 
 CONTAINERS = (list, dict, tuple)
+_COUNT = itertools.count()  # orders the beginnings and outputs of forwards in all threads
 
 
 class UnitOutputs:
@@ -36,19 +38,20 @@ class UnitOutputs:
     ) -> None:
         self._units = units
         self._modules = list(_own(module, others))
-        # Of each running forward (they may nest) the first operation; None once it has returned.
-        self._since: list[int | None] = []
+        # Of each running forward (they may nest) the first operation, and its number among
+        # beginnings and outputs; None once it has returned.
+        self._since: list[tuple[int, int] | None] = []
 
     def begin(self) -> None:
         """A forward begins."""
-        self._since.append(torch._C._autograd._get_sequence_nr())  # the next operation's
+        self._since.append((torch._C._autograd._get_sequence_nr(), next(_COUNT)))
 
     def returned(self, output: Any, passed: Sequence[Any]) -> tuple[Any, list[Tensor]]:
         """For a forward with arguments `passed` that has just returned `output`: what to return
         instead (see `outliving`), and the tensors at whose gradients its backward starts."""
-        since = 0
+        since, begun = 0, 0
         if self._since:
-            since, self._since[-1] = self._since[-1] or 0, None
+            (since, begun), self._since[-1] = self._since[-1] or (0, 0), None
         dies = FreedMemory(unit.full for unit in self._units if unit.freed)
         records = torch.is_grad_enabled()
         left = [*self._left(passed)] if dies or records else []
@@ -62,11 +65,16 @@ class UnitOutputs:
         def is_new(t: Tensor) -> bool:
             return t.grad_fn is not None and t.grad_fn._sequence_nr() >= since
 
-        def is_passed(t: Tensor) -> bool:
-            return any(t is x for x in tensors(passed))
+        def is_from_a_thread(t: Tensor) -> bool:
+            if t.grad_fn is None or getattr(t, "_ringdp_output", begun) < begun:
+                return False
+            return not any(t is x for x in tensors(passed))
 
-        starts = [t for t in tensors(output) if is_new(t) or (t.grad_fn and not is_passed(t))]
-        return output, [*starts, *filter(is_new, left)]
+        starts = [t for t in tensors(output) if is_new(t) or is_from_a_thread(t)]
+        starts += filter(is_new, left)
+        for t in starts:
+            t._ringdp_output = next(_COUNT)  # type: ignore[attr-defined]
+        return output, starts
 
     def end(self) -> bool:
         """A forward has ended. Returns whether it raised."""
