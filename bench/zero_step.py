@@ -40,7 +40,7 @@ from bench.torch_backend import fsdp2
 from bench.turns import ROUNDS, between_jobs, interleaved, longer, rows
 from ringdp.cli import gpt
 from ringdp.cli.files import write_json
-from ringdp.parallel.dry_run import iteration
+from ringdp.parallel.accounting.dry_run import iteration
 from ringdp.tape import recorder
 
 FSDP2 = "FSDP2, gloo"

@@ -20,7 +20,7 @@ import ringdp
 from ringdp.cli import gpt, gpus, text
 from ringdp.cli.options import Options
 from ringdp.comm.rendezvous import TransportName
-from ringdp.parallel.memory import Memory
+from ringdp.parallel.accounting.memory import Memory
 
 MEMORY = Memory._fields
 REPORT_EVERY = 0.2  # s

@@ -1,8 +1,8 @@
 """When collectives happen in training: DDP and ZeRO-1, 2, 3 from one engine."""
 
 from ringdp.parallel.checkpoint import export, load, save
-from ringdp.parallel.clip import clip_grad_norm_
 from ringdp.parallel.ddp import DistributedDataParallel
+from ringdp.parallel.ddp.sync_batchnorm import SyncBatchNorm
 from ringdp.parallel.engine import Engine
 from ringdp.parallel.entry import shard
 from ringdp.parallel.fronts import (
@@ -12,10 +12,10 @@ from ringdp.parallel.fronts import (
     initialize,
 )
 from ringdp.parallel.offload import Offload
-from ringdp.parallel.optim import AdamW
+from ringdp.parallel.optimizer.adamw import AdamW
+from ringdp.parallel.optimizer.clip import clip_grad_norm_
+from ringdp.parallel.optimizer.scaler import LossScaler
 from ringdp.parallel.precision import Precision
-from ringdp.parallel.scaler import LossScaler
-from ringdp.parallel.sync_batchnorm import SyncBatchNorm
 
 __all__ = [
     "AdamW",

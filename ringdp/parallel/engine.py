@@ -28,14 +28,14 @@ import torch
 from torch import Tensor, nn
 
 from ringdp.errors import UsageError
-from ringdp.parallel import optim_state
-from ringdp.parallel.accounts import Accounts
+from ringdp.parallel.accounting.accounts import Accounts
+from ringdp.parallel.accounting.memory import Ledger
 from ringdp.parallel.autograd_state import in_backward, transformed
 from ringdp.parallel.backward import Backwards
 from ringdp.parallel.gathering import Gathering
 from ringdp.parallel.guards import copies, sliced, state_dict, steps
 from ringdp.parallel.guards.unmanaged import Unmanaged
-from ringdp.parallel.memory import Ledger
+from ringdp.parallel.optimizer import state as optim_state
 from ringdp.parallel.precision import Precision
 from ringdp.parallel.reducing import Reducing
 from ringdp.parallel.stages import Keep, Stage

@@ -11,11 +11,11 @@ from torch.distributed import ProcessGroup
 from ringdp.comm import Communicator, communicator_of
 from ringdp.errors import UsageError
 from ringdp.parallel import meta
+from ringdp.parallel.accounting.memory import Ledger
 from ringdp.parallel.engine import Engine
 from ringdp.parallel.guards import copies, resting
 from ringdp.parallel.guards.computed import places
 from ringdp.parallel.layout import layout
-from ringdp.parallel.memory import Ledger
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.precision import ModuleRule, Precision
 from ringdp.parallel.replicas import broadcast, check_equal, facts_of

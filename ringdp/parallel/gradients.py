@@ -10,8 +10,8 @@ from torch import Tensor
 from ringdp.errors import UsageError
 from ringdp.kernels.precision import scaled_copy
 from ringdp.parallel import layout
+from ringdp.parallel.accounting.memory import Ledger, Widths, holders
 from ringdp.parallel.cut import Cut
-from ringdp.parallel.memory import Ledger, Widths, holders
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.precision import Dtypes
 from ringdp.parallel.stages import Stage

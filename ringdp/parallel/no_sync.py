@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ringdp.errors import UsageError
+from ringdp.parallel.accounting.memory import Ledger
 from ringdp.parallel.gradients import GradBuffer
 from ringdp.parallel.guards import sliced
-from ringdp.parallel.memory import Ledger
 from ringdp.parallel.unit import FlatUnit
 
 

@@ -18,10 +18,10 @@ from torch import Tensor
 from ringdp.comm import Communicator, Work
 from ringdp.errors import UsageError
 from ringdp.kernels.precision import scaled_copy
+from ringdp.parallel.accounting.memory import Ledger
 from ringdp.parallel.gradients import GradBuffer
 from ringdp.parallel.guards import sliced
 from ringdp.parallel.guards.resting import unguarded
-from ringdp.parallel.memory import Ledger
 from ringdp.parallel.no_sync import UnreducedGrads
 from ringdp.parallel.stages import Stage
 from ringdp.parallel.unit import FlatUnit

@@ -12,6 +12,7 @@ from ringdp.comm import Communicator, Work
 from ringdp.errors import UsageError
 from ringdp.kernels import flatten
 from ringdp.parallel import layout
+from ringdp.parallel.accounting.memory import Ledger, widths_of
 from ringdp.parallel.cut import Cut
 from ringdp.parallel.gradients import Gradients
 from ringdp.parallel.guards import resting
@@ -24,7 +25,6 @@ from ringdp.parallel.guards.computed import (
     put,
     set_data,
 )
-from ringdp.parallel.memory import Ledger, widths_of
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.stages import Keep, Stage
 from ringdp.parallel.units import UnitSpec

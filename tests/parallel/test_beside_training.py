@@ -12,7 +12,7 @@ from torch import nn
 
 import ringdp
 from ringdp import Communicator, Offload, Precision
-from ringdp.parallel.clip import grad_norm, unscale_gradients
+from ringdp.parallel.optimizer.clip import grad_norm, unscale_gradients
 from tests.parallel.small import (
     assert_equal,
     assert_gradients,

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ringdp
-from ringdp.parallel.formula import formula, traffic
+from ringdp.parallel.accounting.formula import formula, traffic
+from ringdp.parallel.accounting.memory import Ledger, Widths, state_bytes
 from ringdp.parallel.layout import layout
-from ringdp.parallel.memory import Ledger, Widths, state_bytes
 from ringdp.parallel.stages import STAGES, Keep, stage_of
 
 

@@ -153,7 +153,9 @@ def test_adamw_equals_torchs_up_to_rounding_and_exchanges_states():
 
 def test_adjacent_parameters_are_stepped_in_one_call(monkeypatch):
     sizes = []
-    monkeypatch.setattr("ringdp.parallel.optim.adamw", lambda p, *_, **__: sizes.append(p.numel()))
+    monkeypatch.setattr(
+        "ringdp.parallel.optimizer.adamw.adamw", lambda p, *_, **__: sizes.append(p.numel())
+    )
     flat, grads = torch.zeros(12), torch.ones(12)
     parts = [nn.Parameter(x) for x in flat.split(3)]
     for p, g in zip(parts, grads.split(3), strict=True):

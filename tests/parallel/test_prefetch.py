@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringdp.parallel import gathering
-from ringdp.parallel.dry_run import gathers, iteration, peaks
+from ringdp.parallel.accounting.dry_run import gathers, iteration, peaks
 from ringdp.parallel.prefetch import ahead, forecast, position_of
 
 SIZES = st.lists(st.integers(1, 100), min_size=1, max_size=8)

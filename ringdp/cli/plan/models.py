@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from ringdp.errors import UsageError
+from ringdp.parallel.accounting.memory import Widths, widths_of
 from ringdp.parallel.layout import Unit, layout
-from ringdp.parallel.memory import Widths, widths_of
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.precision import Dtypes, Precision, dtypes
 from ringdp.parallel.units import find_units

@@ -20,8 +20,8 @@ import torch
 
 from ringdp.cli.plan.models import Model, read
 from ringdp.cli.plan.stages import RANK, held
-from ringdp.parallel.formula import formula
-from ringdp.parallel.memory import Widths
+from ringdp.parallel.accounting.formula import formula
+from ringdp.parallel.accounting.memory import Widths
 from ringdp.parallel.precision import Precision
 from ringdp.parallel.stages import stage_of
 

@@ -10,8 +10,8 @@ from ringdp.cli.bench.kernel_cases import CASES
 from ringdp.cli.plan.hardware import Network
 from ringdp.cli.plan.models import Model
 from ringdp.cli.plan.step import Step, predict
-from ringdp.parallel.formula import formula, traffic
-from ringdp.parallel.memory import Memory
+from ringdp.parallel.accounting.formula import formula, traffic
+from ringdp.parallel.accounting.memory import Memory
 from ringdp.parallel.prefetch import one_unit
 from ringdp.parallel.stages import Keep, stage_of
 from ringdp.schedule.algorithms import Collective

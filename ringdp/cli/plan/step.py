@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ringdp.parallel.dry_run import iteration
+from ringdp.parallel.accounting.dry_run import iteration
+from ringdp.parallel.accounting.memory import Widths
 from ringdp.parallel.layout import Unit
-from ringdp.parallel.memory import Widths
 from ringdp.parallel.prefetch import Groups
 from ringdp.parallel.stages import Keep, Stage
 from ringdp.schedule.algorithms import Collective

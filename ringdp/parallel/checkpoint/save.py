@@ -29,7 +29,7 @@ from ringdp.parallel.checkpoint.plan import planned
 from ringdp.parallel.checkpoint.spans import Piece, groups_of, persistent_buffers, pieces
 from ringdp.parallel.checkpoint.together import together
 from ringdp.parallel.engine import Engine, check_engine
-from ringdp.parallel.optim_state import is_per_element
+from ringdp.parallel.optimizer.state import is_per_element
 from ringdp.parallel.replicas import gather_json
 
 NOT_WRITTEN = "the checkpoint was not written"

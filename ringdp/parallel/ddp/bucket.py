@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from ringdp.comm import Communicator
 from ringdp.comm.backend.sparse import sum_of_sparse
 from ringdp.errors import ModelError
+from ringdp.parallel.accounting.memory import holders
 from ringdp.parallel.ddp.arguments import Trainable
 from ringdp.parallel.ddp.profiling import all_reduce
-from ringdp.parallel.memory import holders
 
 
 class Slot(NamedTuple):

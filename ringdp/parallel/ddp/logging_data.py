@@ -17,7 +17,7 @@ from torch import nn
 from ringdp.comm import Communicator
 from ringdp.parallel.ddp import profiling
 from ringdp.parallel.ddp.module import Replica
-from ringdp.parallel.sync_batchnorm import SyncBatchNorm
+from ringdp.parallel.ddp.sync_batchnorm import SyncBatchNorm
 
 # Environment variables, whose keys are their names in lower case.
 VARIABLES = ("MASTER_PORT", "MASTER_ADDR", "TORCH_DISTRIBUTED_DEBUG", "CUDA_VISIBLE_DEVICES")

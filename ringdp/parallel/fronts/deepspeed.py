@@ -18,9 +18,9 @@ from ringdp.parallel.fronts import deepspeed_config as configs
 from ringdp.parallel.fronts.deepspeed_engine import DeepSpeedEngine, Scheduler
 from ringdp.parallel.mesh import move_to_ranks
 from ringdp.parallel.offload import Offload
+from ringdp.parallel.optimizer.scaler import LossScaler
 from ringdp.parallel.precision import ModuleRule, Precision
 from ringdp.parallel.refuse import checked_module, refuse
-from ringdp.parallel.scaler import LossScaler
 
 PORT = 29500  # DeepSpeed's default
 

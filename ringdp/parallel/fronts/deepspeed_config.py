@@ -16,7 +16,7 @@ from torch.optim import Optimizer, lr_scheduler
 
 from ringdp.errors import UsageError
 from ringdp.parallel.fronts.deepspeed_schedulers import SCHEDULERS
-from ringdp.parallel.optim import AdamW
+from ringdp.parallel.optimizer.adamw import AdamW
 
 Config = Mapping[str, Any] | str | os.PathLike[str]
 

@@ -16,11 +16,11 @@ from ringdp.errors import CheckpointError
 from ringdp.parallel.checkpoint.load import load
 from ringdp.parallel.checkpoint.save import save
 from ringdp.parallel.checkpoint.together import together
-from ringdp.parallel.clip import clip_grad_norm_
 from ringdp.parallel.engine import Engine
 from ringdp.parallel.fronts.deepspeed_config import Batches
+from ringdp.parallel.optimizer.clip import clip_grad_norm_
+from ringdp.parallel.optimizer.scaler import LossScaler
 from ringdp.parallel.refuse import MissingAttribute, refuse
-from ringdp.parallel.scaler import LossScaler
 
 # Methods of DeepSpeed's engine that are not implemented.
 ABSENT = (

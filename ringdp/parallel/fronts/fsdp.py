@@ -18,12 +18,12 @@ from torch.utils._pytree import tree_map_only
 
 from ringdp.comm import Communicator
 from ringdp.errors import UsageError
-from ringdp.parallel.clip import clip_grad_norm_
 from ringdp.parallel.entry import shard
 from ringdp.parallel.fronts.fsdp2 import WHOLE, take_in
 from ringdp.parallel.fronts.fsdp_arguments import cast_buffers, field, moved, precision_of, units_of
 from ringdp.parallel.mesh import of_mesh
 from ringdp.parallel.offload import Offload
+from ringdp.parallel.optimizer.clip import clip_grad_norm_
 from ringdp.parallel.refuse import MissingAttribute, check_whole, checked_module, refuse
 
 STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0}

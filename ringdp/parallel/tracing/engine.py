@@ -20,7 +20,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from ringdp.parallel.accounts import Accounts
+from ringdp.parallel.accounting.accounts import Accounts
 from ringdp.parallel.autograd_state import in_backward
 from ringdp.parallel.tracing.memory import MemoryTracer
 from ringdp.parallel.tracing.patching import Patches

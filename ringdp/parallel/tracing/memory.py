@@ -13,8 +13,8 @@ from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
 
-from ringdp.parallel.accounts import Accounts
-from ringdp.parallel.memory import state_bytes
+from ringdp.parallel.accounting.accounts import Accounts
+from ringdp.parallel.accounting.memory import state_bytes
 from ringdp.tape.recorder import Args, Counter, Recorder
 
 

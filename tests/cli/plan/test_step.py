@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringdp.cli.plan.step import Step, predict
-from ringdp.parallel.formula import traffic
+from ringdp.parallel.accounting.formula import traffic
+from ringdp.parallel.accounting.memory import Widths
 from ringdp.parallel.layout import layout
-from ringdp.parallel.memory import Widths
 from ringdp.parallel.stages import STAGES
 
 FLOAT32 = Widths(4, 4, 4)

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from ringdp.comm import Communicator
+from ringdp.parallel.accounting.formula import formula, traffic
+from ringdp.parallel.accounting.memory import Ledger, Memory, state_bytes
 from ringdp.parallel.backward import Backwards
-from ringdp.parallel.formula import formula, traffic
 from ringdp.parallel.gathering import Gathering
-from ringdp.parallel.memory import Ledger, Memory, state_bytes
 from ringdp.parallel.reducing import Reducing
 from ringdp.parallel.stages import Stage
 from ringdp.parallel.unit import FlatUnit

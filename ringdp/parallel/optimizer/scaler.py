@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ringdp.errors import UsageError
-from ringdp.parallel.clip import unscale_gradients
 from ringdp.parallel.engine import Engine, check_engine
+from ringdp.parallel.optimizer.clip import unscale_gradients
 
 
 class LossScaler:

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ringdp.parallel.dry_run import gathers, iteration, peaks
+from ringdp.parallel.accounting.dry_run import gathers, iteration, peaks
+from ringdp.parallel.accounting.memory import Memory, Widths
 from ringdp.parallel.layout import Unit
-from ringdp.parallel.memory import Memory, Widths
 from ringdp.parallel.stages import Keep, Stage
 
 

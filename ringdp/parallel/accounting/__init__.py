@@ -1,0 +1,1 @@
+"""What a rank holds and sends: counted, and by formula."""

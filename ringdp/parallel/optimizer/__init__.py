@@ -1,0 +1,1 @@
+"""Optimizers of sharded parameters: AdamW, states of whole parameters, clipping, loss scaling."""
