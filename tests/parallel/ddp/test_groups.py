@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from ringdp import Communicator, DistributedDataParallel, SyncBatchNorm, UsageError
 from ringdp.comm import rendezvous
-from tests.parallel.ddp_cases import (
+from tests.parallel.ddp.cases import (
     TORCHS,
     WIDTH,
     Wrap,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import ringdp
 from ringdp import Communicator
-from tests.parallel.ddp_cases import CASES, TORCHS, WIDTH, backward, equal, gloo, train
+from tests.parallel.ddp.cases import CASES, TORCHS, WIDTH, backward, equal, gloo, train
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from ringdp import Communicator, DistributedDataParallel, UsageError
-from tests.parallel.ddp_cases import (
+from tests.parallel.ddp.cases import (
     CASES,
     TORCHS,
     WIDTH,

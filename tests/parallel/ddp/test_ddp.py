@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from ringdp import Communicator, DistributedDataParallel
 from ringdp.parallel.ddp.bucketing import Gradient, assign
-from tests.parallel.ddp_cases import (
+from tests.parallel.ddp.cases import (
     TORCHS,
     WIDTH,
     Branches,

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 import ringdp
 from ringdp import Communicator, DistributedDataParallel
-from tests.parallel.ddp_cases import (
+from tests.parallel.ddp.cases import (
     NAMES_SYNCS,
     TORCHS,
     WIDTH,

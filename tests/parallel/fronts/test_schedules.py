@@ -9,8 +9,8 @@ import pytest
 
 import ringdp
 from ringdp.parallel import fronts
+from tests.parallel.fronts.test_initialize import LR, NAMED, train
 from tests.parallel.small import net
-from tests.parallel.test_initialize import LR, NAMED, train
 
 pytestmark = pytest.mark.process
 

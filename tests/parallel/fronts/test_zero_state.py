@@ -14,7 +14,7 @@ from torch.distributed import optim as torchs
 import ringdp
 from ringdp import Communicator
 from ringdp.parallel import fronts
-from tests.parallel.ddp_cases import gloo
+from tests.parallel.ddp.cases import gloo
 from tests.parallel.small import net, step
 from tests.ranks import on_ranks
 

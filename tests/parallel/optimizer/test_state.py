@@ -26,7 +26,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 import ringdp
 from ringdp import Communicator, Offload, UsageError
 from ringdp.parallel import fronts
-from tests.parallel.ddp_cases import gloo
+from tests.parallel.ddp.cases import gloo
 from tests.parallel.small import COMPUTE_IN_FLOAT64, assert_equal, loss, net, step
 from tests.ranks import on_ranks
 

@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from ringdp import Communicator, DistributedDataParallel
-from tests.parallel.ddp_cases import (
+from tests.parallel.ddp.cases import (
     TORCHS,
     WIDTH,
     backward,

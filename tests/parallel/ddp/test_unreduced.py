@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ringdp import Communicator, DistributedDataParallel
-from tests.parallel.ddp_cases import backward, error_text, loss, mlp, rows
+from tests.parallel.ddp.cases import backward, error_text, loss, mlp, rows
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process

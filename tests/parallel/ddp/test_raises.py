@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from ringdp import Communicator
-from tests.parallel.ddp_cases import Outputs, Wrap, backward, loss, mlp, ours_and_torchs, rows
+from tests.parallel.ddp.cases import Outputs, Wrap, backward, loss, mlp, ours_and_torchs, rows
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process

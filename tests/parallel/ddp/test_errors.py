@@ -16,7 +16,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 from ringdp import Communicator, DistributedDataParallel, ModelError, UsageError
 from ringdp.parallel.ddp import module
-from tests.parallel.ddp_cases import (
+from tests.parallel.ddp.cases import (
     Outputs,
     backward,
     error_text,
@@ -166,7 +166,7 @@ def test_a_backward_per_loss_with_find_unused_parameters_is_an_error(
 
 
 def backward_with_repeated_checkpoint(comm: Communicator, **options: Any) -> str:
-    from tests.parallel.ddp_cases import Checkpointed
+    from tests.parallel.ddp.cases import Checkpointed
 
     net = DistributedDataParallel(
         Checkpointed(reentrant=True, twice=True), process_group=comm, **options

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ringdp import Communicator, DistributedDataParallel
 from ringdp.parallel.values.tensor_tree import map_tensors, tensors
-from tests.parallel.ddp_cases import (
+from tests.parallel.ddp.cases import (
     STATIC,
     TINY,
     TORCHS,

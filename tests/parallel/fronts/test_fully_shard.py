@@ -19,7 +19,7 @@ from ringdp.parallel import fronts
 from ringdp.parallel.fronts.fsdp2 import FSDPModule
 from ringdp.parallel.fronts.full_tensor import FullTensor
 from ringdp.parallel.unit import State
-from tests.parallel.ddp_cases import gloo
+from tests.parallel.ddp.cases import gloo
 from tests.parallel.small import assert_equal, loss, net
 from tests.ranks import on_ranks
 

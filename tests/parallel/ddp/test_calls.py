@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 from ringdp import Communicator, DistributedDataParallel, UsageError
-from tests.parallel.ddp_cases import (
+from tests.parallel.ddp.cases import (
     CNN,
     UNUSED,
     WIDTH,

@@ -19,7 +19,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ringdp import Communicator, DistributedDataParallel, SyncBatchNorm
-from tests.parallel.ddp_cases import gloo
+from tests.parallel.ddp.cases import gloo
 
 pytestmark = pytest.mark.process
 

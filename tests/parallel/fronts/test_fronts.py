@@ -29,7 +29,7 @@ import ringdp
 from ringdp import Communicator, ModelError, Precision, UsageError
 from ringdp.comm import rendezvous
 from ringdp.parallel import fronts
-from tests.parallel.ddp_cases import gloo
+from tests.parallel.ddp.cases import gloo
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process

@@ -1,5 +1,5 @@
 """Models and training loops for comparing DistributedDataParallel with torch's: see
-test_ddp_parity."""
+test_parity."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.join import Join
 import ringdp
 from ringdp import Communicator, UsageError
 from ringdp.parallel import fronts
-from tests.parallel.ddp_cases import Branches, backward, equal, error_text, gloo
+from tests.parallel.ddp.cases import Branches, backward, equal, error_text, gloo
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process

@@ -1,5 +1,5 @@
 """The state_dict of a model in stage 0 with separate masters (refusals: test_misuse), and where an
-optimizer's is refused (otherwise: test_optim_state)."""
+optimizer's is refused (otherwise: test_state)."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from ringdp import Communicator, DistributedDataParallel
-from tests.parallel.ddp_cases import (
+from tests.parallel.ddp.cases import (
     TORCHS,
     Branches,
     Wrap,

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import ringdp
 from ringdp import Communicator, DistributedDataParallel, Precision
 from ringdp.parallel.values.inputs import cast, give_back
-from tests.parallel.ddp_cases import gloo
+from tests.parallel.ddp.cases import gloo
 from tests.parallel.small import COMPUTE_IN_FLOAT64, WIDTH, assert_equal, batch
 from tests.ranks import on_ranks
 

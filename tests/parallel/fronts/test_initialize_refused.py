@@ -13,8 +13,8 @@ import ringdp
 from ringdp import UsageError
 from ringdp.parallel import fronts
 from ringdp.parallel.fronts.deepspeed_config import AUTO, KEYS, read
+from tests.parallel.fronts.test_initialize import ADAM, NAMED, SIZED, falling, train
 from tests.parallel.small import batch, net
-from tests.parallel.test_initialize import ADAM, NAMED, SIZED, falling, train
 
 # ---- the config
 
