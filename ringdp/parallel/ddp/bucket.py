@@ -90,17 +90,16 @@ class FlatBucket:
 
     def start(self) -> Callable[[], object]:
         """Start the reduction. Returns a function that waits for it."""
-        flat = torch.view_as_real(self.flat) if self.flat.is_complex() else self.flat
-        return all_reduce(self.comm, flat, tag=self.index)
+        return all_reduce(self.comm, self.tensor(), tag=self.index)
 
     def tensor(self) -> Tensor:
-        """The gradients, for a communication hook."""
-        return self.flat
+        """The gradients, for a communication hook; of complex ones both parts."""
+        return torch.view_as_real(self.flat).view(-1) if self.flat.is_complex() else self.flat
 
     def store(self, result: Tensor) -> None:
         """Take a communication hook's result."""
         if result.data_ptr() != self.flat.data_ptr():
-            self.flat.copy_(result.detach().view(-1))
+            self.tensor().copy_(result.detach().view(-1))
 
     def _is_here(self, gradient: Tensor | None, place: int) -> TypeGuard[Tensor]:
         """Whether the gradient is a view of its place in the buffer."""

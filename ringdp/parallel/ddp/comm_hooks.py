@@ -69,7 +69,7 @@ class GradBucket:
         return self._last
 
     def buffer(self) -> Tensor:
-        """All gradients, 1-D; for a sparse parameter, its gradient."""
+        """All gradients, 1-D; complex ones as pairs of numbers; a sparse one as it is."""
         return self._buffer
 
     def set_buffer(self, buffer: Tensor) -> None:
@@ -79,7 +79,10 @@ class GradBucket:
         """Views of the buffer in the parameters' shapes."""
         if self._buffer.is_sparse:
             return [self._buffer]
-        return [self._buffer.as_strided(p.shape, stride, at) for p, at, stride in self._slots]
+        flat = self._buffer
+        if self._slots[0].parameter.is_complex():
+            flat = torch.view_as_complex(flat.view(-1, 2))
+        return [flat.as_strided(p.shape, stride, at) for p, at, stride in self._slots]
 
     def parameters(self) -> list[nn.Parameter]:
         return [slot.parameter for slot in self._slots]

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.process
 def triple(state: list[int], bucket: Any) -> torch.futures.Future[Tensor]:
     assert bucket.is_last() == (bucket.index() == 1)
     assert [g.shape for g in bucket.gradients()] == [p.shape for p in bucket.parameters()]
-    assert sum(g.numel() for g in bucket.gradients()) == bucket.buffer().numel()
+    assert sum(g.nbytes for g in bucket.gradients()) == bucket.buffer().nbytes
     state.append(bucket.index())
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     with torch.enable_grad():  # the result has a history, which must not become the bucket's
@@ -81,6 +81,40 @@ def test_torchs_hooks_give_torchs_bits(comm: Communicator, name: str) -> None:
         net.register_comm_hook(*state_and_hook(name))
         found.append([g for step in range(5) for g in backward(net, step, comm.rank)])
     assert equal(*found)
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(WIDTH, 3, dtype=torch.complex64))
+        self.b = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.to(self.a.dtype) @ self.a * self.b).abs()
+
+
+@on_ranks(2)
+def test_complex_gradients_are_pairs_of_numbers(comm: Communicator) -> None:
+    """So that hooks that cast keep both."""
+    gloo()
+    kind = dist.BuiltinCommHookType.FP16_COMPRESS
+    for register in (
+        lambda net: net.register_comm_hook(None, default_hooks.fp16_compress_hook),
+        lambda net: net._register_builtin_comm_hook(kind),
+    ):
+        found = []
+        for wrap in (DistributedDataParallel, TORCHS):
+            torch.manual_seed(0)
+            net = wrap(Complex())
+            register(net)
+            found.append([g for step in range(3) for g in backward(net, step, comm.rank)])
+        assert all(g.imag.any() for g in found[0])
+        assert equal(*found)
+    net = DistributedDataParallel(Complex(), process_group=comm, bucket_cap_mb=1e-6)
+    net.register_comm_hook([], triple)
+    single = copy.deepcopy(net.module)
+    alone = backward(single, 0, comm.rank)
+    assert equal(backward(net, 0, comm.rank), [3 * g for g in alone])
 
 
 def hooks_without_future(comm: Communicator) -> list[str]:
