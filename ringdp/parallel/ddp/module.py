@@ -182,7 +182,7 @@ class Replica(nn.Module, JoinableOverGroup):
         lowered: list[nn.Parameter] = []
         try:
             with span("DistributedDataParallel.forward"):
-                if lowered := self._mixed_precision.cast_down():
+                if (lowered := self._mixed_precision.cast_down()) and torch.is_grad_enabled():
                     self.reducer.grad_hooks.listen()
                 with self._mixed_precision.inputs(args, kwargs, self._place) as given:
                     yield given

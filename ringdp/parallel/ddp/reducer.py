@@ -60,6 +60,7 @@ class Reducer(TracedReducer):
 
     tracer = ReducerTracer
 
+    @torch.inference_mode(False)  # a copy may be made in it, and trained later
     def __init__(
         self,
         parameters: Sequence[Trainable],

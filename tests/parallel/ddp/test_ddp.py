@@ -218,6 +218,8 @@ def test_copies_and_state_dicts_are_as_torchs(comm: Communicator, named: bool) -
     torch.save(net, file)
     file.seek(0)
     for other in (copy.deepcopy(net), torch.load(file, weights_only=False)):
+        with torch.inference_mode():
+            assert torch.equal(other(rows(0, comm.rank)), net(rows(0, comm.rank)))
         assert equal(backward(other, 0, comm.rank), expected)
         backward(other, 1, comm.rank)
         assert equal(gradients(net), expected), "a copy's gradients are separate"

@@ -112,9 +112,10 @@ def test_parameters_are_low_precision_only_between_forward_and_backward(comm: Co
         same = zip(net.parameters(), before, pointers, strict=True)
         return all(torch.equal(p, b) and p.data_ptr() == at for p, b, at in same)
 
-    with torch.no_grad():
-        net(rows(0, comm.rank))
-    assert at_rest()
+    for without in (torch.no_grad, torch.inference_mode):
+        with without():
+            net(rows(0, comm.rank))
+        assert at_rest()
     assert net.module[0].dtypes_seen == net.module[1].dtypes_seen == (BFLOAT, BFLOAT)
     out = net(rows(1, comm.rank))
     assert {p.dtype for p in net.parameters()} == {out.dtype} == {BFLOAT}
