@@ -131,6 +131,8 @@ class Reducer(TracedReducer):
     def end_forward(self, outputs: Iterable[Tensor], *, reduces: bool) -> None:
         if reduces:
             self.prepare_for_backward(outputs)
+        elif self.state is ARMED and self._seeks_unused:
+            self.grad_hooks.listen_to(outputs)  # their backward is the next: it reduces
 
     def _check_reducer_finalized(self) -> None:
         """Raise ModelError if the last backward did not finish its reductions."""

@@ -20,6 +20,7 @@ from tests.parallel.ddp.cases import (
     UNUSED,
     WIDTH,
     Branches,
+    Outputs,
     Wrap,
     backward,
     equal,
@@ -246,6 +247,30 @@ def test_a_backward_to_the_inputs_only_does_not_reduce(
             (loss(out) + penalty if both else penalty).backward()
             reduced += gradients(net)
         return reduced
+
+    assert equal(*ours_and_torchs(found))
+
+
+@pytest.mark.parametrize("options", [{}, UNUSED])
+@on_ranks(2)
+def test_a_backward_of_no_sync_reduces_if_one_was_due(
+    comm: Communicator, options: dict[str, bool]
+) -> None:
+    """A forward whose gradients were never asked for left it so, here and in torch."""
+
+    def found(wrap: Wrap) -> list[Tensor]:
+        net: Any = wrap(Outputs() if options else mlp(), **options)
+
+        def out(step: int) -> Tensor:
+            out = net(rows(step, comm.rank))
+            return out["predictions"][0] if options else out
+
+        out(0)
+        with net.no_sync():
+            loss(out(1)).backward()
+        reduced = gradients(net)
+        loss(out(2)).backward()
+        return [*(g.clone() for g in reduced), *gradients(net)]
 
     assert equal(*ours_and_torchs(found))
 
