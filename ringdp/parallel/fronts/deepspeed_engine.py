@@ -91,6 +91,10 @@ class DeepSpeedEngine:
         self.micro_steps += 1
         if not last:
             return
+        stepped = {p for group in self.optimizer.param_groups for p in group["params"]}
+        for p in self.module.parameters():
+            if p not in stepped:
+                p.grad = None  # it counts neither as an overflow nor in the norm
         if self.scaler.unscale_() and (most := self.gradient_clipping()) > 0:
             self._norm = clip_grad_norm_(self.engine, most)
         if self.scaler.step(self.optimizer) and self.lr_scheduler is not None:

@@ -162,6 +162,22 @@ def test_parameter_groups_keep_their_options():
     engine.engine.close()
 
 
+@on_ranks(2)
+def test_gradients_of_other_parameters_do_not_count(comm: Communicator) -> None:
+    """The norm is that of the parameters that the optimizer steps."""
+    norms = []
+    for frozen in (False, True):
+        model = net()
+        first, *rest = model.parameters()
+        first.requires_grad_(not frozen)
+        config = NAMED | {"zero_optimization": {"stage": 2}, "gradient_clipping": 0.1}
+        engine, *_ = fronts.initialize(model=model, config=config, model_parameters=rest, comm=comm)
+        train(engine, 0, 1)
+        norms.append(engine.get_global_grad_norm())
+        engine.engine.close()
+    assert norms[0] == pytest.approx(norms[1])
+
+
 def falling(optimizer: torch.optim.Optimizer) -> MultiStepLR:
     return MultiStepLR(optimizer, range(1, 9), gamma=0.5)  # its state must be converted to JSON
 
