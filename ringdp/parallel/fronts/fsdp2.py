@@ -204,7 +204,7 @@ def fully_shard(
     within = {n: m for n, m in module.named_modules() if isinstance(m, FSDPModule) and n}
     stage = 3 if _agreed(within, asked, reshard_after_forward) else 2
     units: list[Any] = [*within.values()]
-    _check_names([module, *units])
+    _check_name(module)
     take_in(units)
     engine = shard(
         module,
@@ -224,15 +224,13 @@ def fully_shard(
     return module
 
 
-def _check_names(modules: Iterable[nn.Module]) -> None:
+def _check_name(module: nn.Module) -> None:
     """Raise UsageError for a module that has something of its own under the name `engine`."""
-    for m in modules:
-        if "engine" in m._parameters | m._buffers | m._modules:
-            raise UsageError(
-                f"fully_shard: {type(m).__name__}.engine is one of the module's own parameters, "
-                "buffers or modules, and ringdp keeps its engine there; give it another name, or "
-                "use ringdp.shard"
-            )
+    if "engine" in dir(module) and not isinstance(module, FSDPModule):
+        raise UsageError(
+            f"fully_shard: {type(module).__name__}.engine is the module's own, and ringdp keeps "
+            "its engine there; give it another name, or use ringdp.shard"
+        )
 
 
 def _units_of(engine: Engine, modules: Sequence[object]) -> list[FlatUnit]:

@@ -263,6 +263,10 @@ def test_a_model_with_an_engine_of_its_own_is_refused_unchanged(comm: Communicat
     with pytest.raises(UsageError, match=r"Sequential\.engine.*another name"):
         fronts.fully_shard(model[1], comm=comm)
     assert not isinstance(model[1], FSDPModule)
+    model[0].engine = "an attribute"
+    with pytest.raises(UsageError, match=r"Sequential\.engine.*another name"):
+        fronts.fully_shard(model[0], comm=comm)
+    assert model[0].engine == "an attribute"
     fronts.fully_shard(model, comm=comm).engine.close()
 
 
