@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.distributed.utils import _replace_by_prefix
 from torch.utils._pytree import tree_map_only
 
 from ringdp.comm import Communicator
@@ -330,8 +329,15 @@ def _renamed(state: dict[str, Any], names: dict[Any, Any]) -> dict[str, Any]:
 
 def _without_prefix(_: nn.Module, state: dict[str, Any], prefix: str, *_others: Any) -> None:
     """Keys are those of the unwrapped model, as in torch."""
-    _replace_by_prefix(state, f"{prefix}module.", prefix)
+    _replace_prefix(state, f"{prefix}module.", prefix)
 
 
 def _with_prefix(_: nn.Module, state: dict[str, Any], prefix: str, *_others: Any) -> None:
-    _replace_by_prefix(state, prefix, f"{prefix}module.")
+    _replace_prefix(state, prefix, f"{prefix}module.")
+
+
+def _replace_prefix(state: dict[str, Any], old: str, new: str) -> None:
+    """All at once, since a new key may be another old one."""
+    before = [*state.items()]
+    state.clear()
+    state.update({k.replace(old, new, 1) if k.startswith(old) else k: v for k, v in before})

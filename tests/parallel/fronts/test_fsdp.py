@@ -77,6 +77,24 @@ def test_state_dicts_are_unsharded(comm: Communicator, strategy: str) -> None:
     model.engine.close()
 
 
+class ModuleInside(nn.Module):
+    """Without the wrapper's prefix, one of its names is another one with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.module = nn.Linear(3, 3), nn.Module()
+        self.module.first = nn.Linear(3, 3)
+
+
+@on_ranks(1)
+def test_a_module_may_have_a_child_called_module(comm: Communicator) -> None:
+    model = FullyShardedDataParallel(ModuleInside(), comm)
+    other = ModuleInside()
+    model.load_state_dict(other.state_dict())
+    assert same(model.state_dict(), other)
+    model.engine.close()
+
+
 @on_ranks(2)
 def test_modules_can_be_wrapped_by_hand(comm: Communicator) -> None:
     """Wrappers inside a wrapper become its units."""
