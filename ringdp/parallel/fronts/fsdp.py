@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -172,6 +172,11 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """A copy of the module, without the wrapper; see `guards.copies`."""
         return copy.deepcopy(self.module, memo)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        """Apply to the module and all within, with whole parameters. Collective."""
+        with self.engine.full_parameters(write=True):
+            return super().apply(fn)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """A whole copy: torch's FULL_STATE_DICT, its default. See state_dict_type. Collective."""

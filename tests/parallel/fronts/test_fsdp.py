@@ -96,6 +96,20 @@ def test_a_module_may_have_a_child_called_module(comm: Communicator) -> None:
 
 
 @on_ranks(2)
+def test_functions_are_applied_to_whole_parameters(comm: Communicator) -> None:
+    def orthogonal(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.orthogonal_(module.weight)
+
+    plain, model = net(), FullyShardedDataParallel(net(), comm)
+    for m in (plain, model):
+        torch.manual_seed(0)
+        assert m.apply(orthogonal) is m
+    assert same(model.state_dict(), plain)
+    model.engine.close()
+
+
+@on_ranks(2)
 def test_modules_can_be_wrapped_by_hand(comm: Communicator) -> None:
     """Wrappers inside a wrapper become its units."""
 
