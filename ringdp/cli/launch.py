@@ -230,14 +230,18 @@ def _interrupts_blocked() -> Iterator[None]:
 
 @contextmanager
 def signals_raised() -> Iterator[None]:
-    """Raise SignalError at the first signal of ENDING; ignore later ones while the ranks end."""
+    """Raise SignalError at the first signal of ENDING; ignore later ones while the ranks end.
+
+    A signal that is ignored stays so: `nohup` ignores SIGHUP.
+    """
 
     def end(signum: int, frame: FrameType | None) -> None:
         for other in ENDING:
             signal.signal(other, signal.SIG_IGN)
         raise SignalError(signum)
 
-    before = {signum: signal.signal(signum, end) for signum in ENDING}
+    handled = [s for s in ENDING if signal.getsignal(s) is not signal.SIG_IGN]
+    before = {signum: signal.signal(signum, end) for signum in handled}
     try:
         yield
     finally:

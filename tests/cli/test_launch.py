@@ -16,7 +16,7 @@ from rich.console import Console
 
 from ringdp.cli.doctor.job import parents
 from ringdp.cli.exits import exit_code
-from ringdp.cli.launch import Entry
+from ringdp.cli.launch import Entry, signals_raised
 from ringdp.cli.runs import Job, Record
 from ringdp.cli.train import run
 from ringdp.transport.store.processes import has_ended
@@ -166,3 +166,13 @@ def test_an_interrupt_during_the_start_ends_every_rank(
     assert process.returncode == 130
     assert stderr == "ringdp: ended by SIGINT; every rank has ended\n"
     assert_gone(process, [])
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    """As SIGHUP under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with signals_raised():
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
