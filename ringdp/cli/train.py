@@ -12,7 +12,7 @@ from ringdp.cli import modes, text
 from ringdp.cli.console import counted, say, say_written
 from ringdp.cli.files import write_json
 from ringdp.cli.gpus import check_transport
-from ringdp.cli.launch import Entry, launch, warm_up
+from ringdp.cli.launch import Entry, launch, signals_raised, warm_up
 from ringdp.cli.options import Options, check
 from ringdp.cli.progress import Display
 from ringdp.cli.report import show
@@ -39,8 +39,8 @@ def run(options: Options, console: Console, *, entry: Entry[Job, list[Record]] =
     )
     if options.modes and options.ranks > 1:
         say(console, "While a mode runs, the loss is of one worker's rows; in the table, of all.")
-    warm_up(entry)
-    with Display(console, memory=not options.modes) as display:
+    with signals_raised(), Display(console, memory=not options.modes) as display:
+        warm_up(entry)
         reference = None
         if options.reference:
             reference = run_single(options, learned.data, display.update)

@@ -123,3 +123,17 @@ def test_a_missing_trace_is_reported(
         f"ringdp: no trace was written to {path}",
         "ringdp: ended by SIGINT; every rank has ended",
     ]
+
+
+def test_a_signal_during_the_reference_ends_the_run_in_order(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By default SIGTERM would end the process at once, and leave its temporary directory."""
+
+    def interrupted(*_: object) -> None:
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(train, "run_single", interrupted)
+    assert main(SMALL) == 128 + signal.SIGTERM
+    assert capsys.readouterr().err == "ringdp: ended by SIGTERM; every rank has ended\n"
