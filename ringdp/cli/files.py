@@ -2,11 +2,11 @@
 
 import json
 import os
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 
 from ringdp.errors import RingdpError
+from ringdp.tape.parts import replacing
 
 
 def write(path: Path, text: str) -> None:
@@ -14,18 +14,14 @@ def write(path: Path, text: str) -> None:
 
     Raises RingdpError where the file can no longer be written.
     """
-    file = path.resolve()  # a link stays one
-    aside = file.with_name(f"{file.name}.{os.getpid()}.tmp")
+    replaceable = path.is_file() and os.access(path.resolve().parent, os.W_OK)
     try:
-        if path.exists() and not (path.is_file() and os.access(file.parent, os.W_OK)):
-            path.write_text(text, encoding="utf-8")  # a pipe, say, which cannot be replaced
+        if path.exists() and not replaceable:
+            path.write_text(text, encoding="utf-8")  # a pipe, say
         else:
-            aside.write_text(text, encoding="utf-8")
-            if path.exists():
-                shutil.copymode(file, aside)
-            aside.replace(file)
+            with replacing(path) as out:
+                out.write(text)
     except OSError as error:
-        aside.unlink(missing_ok=True)
         raise RingdpError(f"ringdp: cannot write {path}: {error.strerror}") from None
 
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from ringdp.tape.chrome import VERSION
 
@@ -27,16 +28,15 @@ def part_path(trace: Path, token: str, rank: int) -> Path:
 
 def check(trace: Path) -> None:
     """Raise OSError if parts cannot be written beside the trace."""
-    with _aside(part_path(trace, "-" * 8, 0)) as aside:
-        aside.touch()
+    part = part_path(trace, "-" * 8, 0)
+    write_part(part, {}, ())
+    part.unlink()
 
 
 def write_part(path: Path, head: Head, events: Iterable[str]) -> None:
-    with _aside(path) as aside:
-        with aside.open("w", encoding="utf-8") as out:
-            out.write(json.dumps(head) + "\n")
-            out.writelines(event + "\n" for event in events)
-        aside.replace(path)
+    with replacing(path) as out:
+        out.write(json.dumps(head) + "\n")
+        out.writelines(event + "\n" for event in events)
 
 
 def head(part: Path) -> Head:
@@ -50,27 +50,33 @@ def merge(trace: Path, parts: Mapping[int, Path], facts: Head) -> None:
     """Write the trace and remove the parts. `facts` holds what all ranks have in common."""
     heads = {str(rank): head(part) for rank, part in parts.items()}
     about = {"version": VERSION, **facts, "parts": heads}
-    with _aside(trace) as aside:
-        with aside.open("w", encoding="utf-8") as out:
-            out.write('{"displayTimeUnit":"ms","ringdp":' + json.dumps(about) + ',"traceEvents":[')
-            between = "\n"
-            for part in parts.values():
-                with part.open(encoding="utf-8") as lines:
-                    lines.readline()
-                    for line in lines:
-                        out.write(between + line.rstrip("\n"))
-                        between = ",\n"
-            out.write("\n]}\n")
-        aside.replace(trace)
+    with replacing(trace) as out:
+        out.write('{"displayTimeUnit":"ms","ringdp":' + json.dumps(about) + ',"traceEvents":[')
+        between = "\n"
+        for part in parts.values():
+            with part.open(encoding="utf-8") as lines:
+                lines.readline()
+                for line in lines:
+                    out.write(between + line.rstrip("\n"))
+                    between = ",\n"
+        out.write("\n]}\n")
     for part in parts.values():
         part.unlink(missing_ok=True)
 
 
 @contextmanager
-def _aside(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`, unique to this process and removed afterwards."""
-    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+def replacing(path: Path) -> Iterator[TextIO]:
+    """Yield a text file that replaces `path`, or the file that it links to, once the block is left.
+
+    If the block raises, or the process is killed, `path` stays as it was.
+    """
+    file = path.resolve()
+    aside = file.with_name(f"{file.name}.{os.getpid()}.tmp")
     try:
-        yield aside
+        with aside.open("w", encoding="utf-8") as out:
+            yield out
+        if file.exists():
+            shutil.copymode(file, aside)
+        aside.replace(file)
     finally:
         aside.unlink(missing_ok=True)

@@ -28,18 +28,16 @@ def test_the_default_batch_is_valid_for_every_number_of_ranks(ranks: int) -> Non
 
 
 def test_files_are_replaced_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The write fails half-way."""
     file, link = tmp_path / "found.json", tmp_path / "link.json"
     file.write_text("before", encoding="utf-8")
     file.chmod(0o600)
     link.symlink_to(file)
 
-    def half(path: Path, text: str, **_: object) -> None:
-        path.write_bytes(text.encode()[:1])
+    def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", half)
+        patch.setattr("shutil.copymode", full)
         with pytest.raises(RingdpError, match="No space left"):
             write(link, "after")
     assert file.read_text(encoding="utf-8") == "before"

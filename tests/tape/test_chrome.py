@@ -69,6 +69,17 @@ def test_a_failed_merge_keeps_the_older_trace(tmp_path: Path):
     assert [p.name for p in tmp_path.iterdir()] == ["run.json"]
 
 
+def test_a_trace_keeps_a_link_and_its_files_permissions(tmp_path: Path):
+    target, link = tmp_path / "target.json", tmp_path / "run.json"
+    target.touch(mode=0o600)
+    link.symlink_to(target.name)
+    write_part(part := part_path(link, "ab12", 0), {}, ())
+    merge(link, {0: part}, {})
+    assert link.is_symlink()
+    assert json.loads(target.read_bytes())["traceEvents"] == []
+    assert target.stat().st_mode & 0o777 == 0o600
+
+
 class RecordingSource:
     """A source that records its calls."""
 
