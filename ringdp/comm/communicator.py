@@ -29,10 +29,10 @@ from ringdp.transport import heap
 from ringdp.transport.arena import Arena
 from ringdp.transport.base import FailureKind, Transport
 
-# (name, ranks, parent, arena) -> a transport over those ranks of the job; collective over them. The
-# name is unique. `parent` is the transport over which the ranks agreed to make this one. `arena` is
-# that of another transport over the same ranks, which this one shares.
-Connect = Callable[[str, Sequence[int], Transport | None, Arena | None], Transport]
+# (name, ranks, timeout, parent, arena) -> a transport over those ranks of the job; collective over
+# them. The name is unique. `parent` is the transport over which the ranks agreed to make this one.
+# `arena` is that of another transport over the same ranks, which this one shares.
+Connect = Callable[[str, Sequence[int], float, Transport | None, Arena | None], Transport]
 
 
 @uncompiled
@@ -63,7 +63,7 @@ class Communicator(Reductions, Moves, Messages, Traced):
             raise UsageError(f"a communicator of {len(ranks)} ranks; allowed: at most {ANY_RANK}")
         self._connect, self._ranks, self._name = connect, tuple(ranks), name
         self._siblings = WeakSet[Transport]() if duplicates is None else duplicates  # this one, too
-        transport = connect(name, self._ranks, parent, arena)
+        transport = connect(name, self._ranks, timeout, parent, arena)
         super().__init__(transport, Guard(transport, warn_after, self._siblings))
         self._siblings.add(transport)
         if self.device.type == "cpu":

@@ -10,8 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from datetime import timedelta
-from functools import partial
+from dataclasses import dataclass
 from typing import Literal, get_args
 from weakref import WeakKeyDictionary
 
@@ -21,7 +20,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import ProcessGroup, group, is_available, is_initialized
 
 from ringdp.comm.arguments import check_link, check_timeout, check_warn_after
-from ringdp.comm.communicator import Communicator, Connect
+from ringdp.comm.communicator import Communicator
 from ringdp.comm.guard import log_unraised
 from ringdp.comm.store import generation, host, job_store, meeting
 from ringdp.errors import CollectiveTimeout, CommunicationError, PeerLost, UsageError
@@ -78,7 +77,7 @@ def init(
     if link is not None and transport != "shm":
         raise UsageError("a link is emulated in shared memory only; allowed: transport='shm'")
     store, rank, ranks = job_store(timeout)
-    name = f"{generation(store, rank)}"
+    name = f"{generation(store, rank, timeout)}"
     _world = _create(store, rank, ranks, name, transport, link, timeout, warn_after)
     _worlds.append(weakref.ref(_world))
     return _world
@@ -143,8 +142,9 @@ def over(group: ProcessGroup, *, transport: TransportName = "shm") -> Communicat
     name = f"ringdp/{group.group_name}"
     there = PrefixStore(name, group.get_group_store())
     _await_group(group, there)
-    store, times = meeting(there, rank, ranks)
-    return _create(store, rank, ranks, f"{name}/{times}", transport, timeout=_timeout(group))
+    timeout = _timeout(group)
+    store, times = meeting(there, rank, ranks, timeout)
+    return _create(store, rank, ranks, f"{name}/{times}", transport, timeout=timeout)
 
 
 def _timeout(group: ProcessGroup) -> float:
@@ -186,13 +186,13 @@ def through(store: Store, rank: int, ranks: int, *, name: str, timeout: float) -
     Collective: every rank must call it, and equally often for one store. Raises CommunicationError
     if the ranks are not on one host, or one does not arrive.
     """
-    store, times = meeting(store, rank, ranks)
-    _one_host(store, rank, ranks, "between hosts torch's backend 'gloo'")
+    store, times = meeting(store, rank, ranks, timeout)
+    _one_host(Handshake(store, rank, ranks, timeout), "between hosts torch's backend 'gloo'")
     return _create(store, rank, ranks, f"{name}/{times}", timeout=timeout)
 
 
-def _one_host(store: Store, rank: int, ranks: int, instead: str) -> None:
-    here, handshake = host(), Handshake(store, rank, ranks)
+def _one_host(handshake: Handshake, instead: str) -> None:
+    here, rank, ranks = host(), handshake.rank, handshake.ranks
     with handshake.session():
         handshake.publish(f"host/{rank}", here)
         hosts = [handshake.read(f"host/{r}", r).decode(errors="replace") for r in range(ranks)]
@@ -215,40 +215,45 @@ def _create(
     timeout: float = TIMEOUT,
     warn_after: float = WARN_AFTER,
 ) -> Communicator:
-    limit = timedelta(seconds=timeout)
-    connect: Connect = partial(_connect, store, rank, name, transport, link, limit)
+    connect = _Connector(store, rank, name, transport, link)
     return Communicator(connect, range(ranks), name=name, timeout=timeout, warn_after=warn_after)
 
 
-def _connect(
-    store: Store,
-    rank: int,
-    whole: str,
-    transport: TransportName,
-    link: Link | None,
-    timeout: timedelta,
-    name: str,
-    ranks: Sequence[int],
-    parent: Transport | None,
-    arena: Arena | None,
-) -> Transport:
-    """A `Connect` once its first six arguments are bound. `whole` is the name of the first
-    communicator, which has all ranks of the job."""
-    places = Places(PrefixStore(whole, store), ranks, parent.failure) if parent else None
-    here, size, prefixed = ranks.index(rank), len(ranks), PrefixStore(name, store)
-    if transport != "shm" and here == 0:
-        store.set(f"{NAMES}/{store.add(NAMES, 1)}", f"{name} {size}")
-    if "peer" in transport and places is None:
-        between = "between hosts transport 'nccl', or 'c10d'"
-        _one_host(PrefixStore("host", prefixed), here, size, between)
-    handshake = Handshake(prefixed, here, size, places)
-    with handshake.session():
-        if transport == "shm":
-            return ShmTransport(handshake, arena=arena, link=link)
-        # A wait for a key blocks the store's connection, and gloo waits; so gloo gets its own.
-        own: Store = handshake.run(prefixed.clone)  # type: ignore[attr-defined]  # torch's stubs
-        group = gloo(handshake, own, timeout)
-        if transport == "c10d":
-            return C10dTransport(own, group)
-        kind = PeerTransport if "peer" in transport else NcclTransport
-        return kind(Given(own, group, handshake, log_unraised), host="host" in transport)
+@dataclass(frozen=True)
+class _Connector:
+    """The `Connect` of a communicator and of all made from it."""
+
+    store: Store
+    rank: int  # of the job
+    whole: str  # the name of the first communicator, which has all ranks of the job
+    transport: TransportName
+    link: Link | None
+
+    def __call__(
+        self,
+        name: str,
+        ranks: Sequence[int],
+        timeout: float,
+        parent: Transport | None,
+        arena: Arena | None,
+    ) -> Transport:
+        first = PrefixStore(self.whole, self.store)
+        places = Places(first, ranks, parent.failure) if parent else None
+        here, size, store = ranks.index(self.rank), len(ranks), PrefixStore(name, self.store)
+        if self.transport != "shm" and here == 0:
+            self.store.set(f"{NAMES}/{self.store.add(NAMES, 1)}", f"{name} {size}")
+        if "peer" in self.transport and places is None:
+            between = "between hosts transport 'nccl', or 'c10d'"
+            _one_host(Handshake(PrefixStore("host", store), here, size, timeout), between)
+        handshake = Handshake(store, here, size, timeout, places)
+        with handshake.session():
+            if self.transport == "shm":
+                return ShmTransport(handshake, arena=arena, link=self.link)
+            # A wait for a key blocks the store's connection, and gloo waits; so gloo gets its own.
+            own: Store = handshake.run(store.clone)  # type: ignore[attr-defined]  # torch's stubs
+            group = gloo(handshake, own)
+            if self.transport == "c10d":
+                return C10dTransport(own, group)
+            kind = PeerTransport if "peer" in self.transport else NcclTransport
+            given = Given(own, group, handshake, log_unraised)
+            return kind(given, host="host" in self.transport)

@@ -130,24 +130,24 @@ def _serve(place: _Place, timeout: timedelta) -> TCPStore:
 
 
 def meeting(
-    store: Store, rank: int, ranks: int, look: Callable[[], object] = bool
+    store: Store, rank: int, ranks: int, timeout: float, look: Callable[[], object] = bool
 ) -> tuple[Store, int]:
     """Return a part of `store` for this meeting of all ranks, and the meeting's number.
 
-    `look` is called repeatedly while rank 0 has not arrived; it may raise.
+    `look` is called repeatedly while rank 0 has not arrived, up to `timeout` seconds; it may raise.
     """
     store = PrefixStore(f"{ranks}", store)
-    times = generation(store, rank, look)
+    times = generation(store, rank, timeout, look)
     return PrefixStore(f"{times}", store), times
 
 
-def generation(store: Store, rank: int, look: Callable[[], object] = bool) -> int:
-    """Return the number of this meeting of all ranks, the same on all. `look`: see `meeting`.
+def generation(store: Store, rank: int, timeout: float, look: Callable[[], object] = bool) -> int:
+    """Return the number of this meeting of all ranks, the same on all. See `meeting`.
 
     Rank 0 opens a meeting; every other rank joins the first one that it has not joined yet. So
     ranks find one another again after a failure, whether they are the same processes or new ones.
     """
-    limit: float = store.timeout.total_seconds() + PATIENCE  # type: ignore[attr-defined]  # stubs
+    limit = timeout + PATIENCE
     try:
         if rank == 0:
             opened = store.add("generations", 1)

@@ -66,7 +66,7 @@ class Trace:
             if has_ended(pids(0)):
                 raise lost(0, rank, ranks)
 
-        there, _ = meeting(PrefixStore("trace", store), rank, ranks, look)
+        there, _ = meeting(PrefixStore("trace", store), rank, ranks, TIMEOUT, look)
         self._meeting = Meeting(there, rank, ranks, host(), has_ended, pid_of=pids)  # type: ignore[arg-type]  # torch's stubs
         complaint = unwritable("trace", self.path) if rank == 0 else None
         own = str(self.path.absolute())

@@ -26,11 +26,14 @@ from ringdp.schedule import ALGORITHMS
 from ringdp.transport.arena import Arena
 from ringdp.transport.shm.transport import ShmTransport
 from ringdp.transport.store.handshake import Handshake
+from tests.forks import CALL_TIMEOUT
 
 
-def connect(store: Store, rank: int, ranks: int, arena: Arena | None = None) -> ShmTransport:
+def connect(
+    store: Store, rank: int, ranks: int, timeout: float = CALL_TIMEOUT, arena: Arena | None = None
+) -> ShmTransport:
     """A rank's shared-memory transport, connected to the others through the store."""
-    handshake = Handshake(store, rank, ranks)
+    handshake = Handshake(store, rank, ranks, timeout)
     with handshake.session():
         return ShmTransport(handshake, arena=arena)
 

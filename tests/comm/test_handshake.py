@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch.distributed as dist
@@ -159,16 +159,24 @@ def test_the_users_timeout_limits_the_handshake(forks: Forks):
 @on_ranks(2)
 def test_a_late_rank_learns_that_the_others_gave_up(comm: Communicator) -> None:
     """Ranks that connect for the first time; one does not come in time."""
-    part = dist.PrefixStore(f"late/{comm.issued}", comm._connect.args[0]).clone()
-    part.set_timeout(timedelta(seconds=0.3))
+    part = dist.PrefixStore(f"late/{comm.issued}", comm._connect.store)
     if comm.rank == 0:
         with pytest.raises(ringdp.CollectiveTimeout, match="of its ranks, 1 did not come"):
-            connect(part, 0, 2)
+            connect(part, 0, 2, timeout=0.3)
     comm.barrier()
     if comm.rank == 1:
         with pytest.raises(ringdp.CollectiveTimeout, match="rank 0 gave up waiting"):
             connect(part, 1, 2)
     comm.barrier()
+
+
+@on_ranks(2)
+def test_the_timeout_that_was_set_last_limits_the_making(comm: Communicator) -> None:
+    with comm.duplicate() as whole:
+        whole.set_timeout(comm.timeout / 2)
+        with patch.object(whole, "_connect", Mock(wraps=whole._connect)) as connected:
+            whole.duplicate().close()
+        assert connected.call_args.args[2] == whole.timeout != comm.timeout
 
 
 def communicator_over_a_group_with_a_missing_rank(

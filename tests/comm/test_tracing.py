@@ -167,7 +167,7 @@ LATE = 0.3  # seconds
 def trace_groups(comm: ringdp.Communicator, path: Path) -> None:
     if dist.is_initialized():  # left initialized by an earlier test
         dist.destroy_process_group()
-    store = dist.PrefixStore(f"traced/{comm.issued}", comm._connect.args[0])
+    store = dist.PrefixStore(f"traced/{comm.issued}", comm._connect.store)
     dist.init_process_group("ringdp", store=store, rank=comm.rank, world_size=comm.size)
     both, alone = dist.new_group([0, 1]), [dist.new_group([rank]) for rank in (0, 1)][comm.rank]
     with ringdp.trace(path):

@@ -64,7 +64,7 @@ def test_all_communicator_functions_work_over_gloo(comm: Communicator) -> None:
 @on_ranks(3)
 def test_a_communicator_can_use_any_gloo_group(comm: Communicator) -> None:
     if not dist.is_initialized():  # another test may have left it initialized
-        store = dist.PrefixStore(f"of_a_group/{comm.issued}", comm._connect.args[0])
+        store = dist.PrefixStore(f"of_a_group/{comm.issued}", comm._connect.store)
         dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
     evens = dist.new_group(range(0, comm.size, 2))
     for group in (dist.group.WORLD, evens):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from threading import Event, Thread
 from typing import NoReturn
 
@@ -19,6 +18,7 @@ from ringdp.transport.store.client import PATIENCE, StoreClient, StoreSilent
 from ringdp.transport.store.failures import Failures
 from ringdp.transport.store.handshake import Handshake
 from ringdp.transport.store.processes import pid_of
+from tests.forks import CALL_TIMEOUT
 
 SHORT = 0.05  # seconds
 
@@ -28,7 +28,6 @@ class Stopped(HashStore):
 
     def __init__(self) -> None:
         super().__init__()
-        self.set_timeout(timedelta(seconds=SHORT))
         self.goes_on, self.asked = Event(), Event()
 
     def check(self, keys: list[str]) -> bool:
@@ -134,12 +133,12 @@ class Busy(HashStore):
 
 def test_joining_waits_for_a_busy_store_up_to_the_timeout():
     store = Busy()
-    with Handshake(store, 0, 1).session():
+    with Handshake(store, 0, 1, CALL_TIMEOUT).session():
         assert pid_of(store, 0) == os.getpid()
 
 
 def test_making_a_communicator_over_a_silent_store_times_out(stopped: Stopped):
-    handshake = Handshake(stopped, 0, 2)
+    handshake = Handshake(stopped, 0, 2, SHORT)
     with (
         pytest.raises(
             CollectiveTimeout,
@@ -148,3 +147,15 @@ def test_making_a_communicator_over_a_silent_store_times_out(stopped: Stopped):
         handshake.session(),
     ):
         handshake.barrier("here")
+
+
+def test_joining_a_library_that_waits_for_a_late_rank_times_out():
+    """Such as NCCL, which waits for ever."""
+    others_come = Event()
+    handshake = Handshake(HashStore(), 0, 2, SHORT)
+    with (
+        pytest.raises(CollectiveTimeout, match=f"until the timeout of {SHORT} s"),
+        handshake.session(),
+    ):
+        handshake.run(others_come.wait)
+    others_come.set()

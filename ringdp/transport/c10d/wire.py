@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import Store
 
 from ringdp.errors import CommunicationError, UsageError
 from ringdp.transport.base import STAMP_BYTES, Stamp
-from ringdp.transport.store.client import StoreSilent
+from ringdp.transport.store.client import PATIENCE, StoreSilent
 from ringdp.transport.store.handshake import Handshake
 
 INLINE = 1000  # bytes
@@ -31,12 +31,14 @@ TAGS = RESTS - USERS
 LONG = timedelta(days=365)  # callers enforce timeouts of their own
 
 
-def gloo(handshake: Handshake, store: Store, timeout: timedelta) -> ProcessGroup:
+def gloo(handshake: Handshake, store: Store) -> ProcessGroup:
     """Make a gloo group of all ranks, which meet through `store`. Collective.
 
     Raises CommunicationError if the ranks do not meet.
     """
     handshake.barrier("here")
+    # gloo gives up after the handshake, whose error says why.
+    timeout = timedelta(seconds=handshake.timeout + PATIENCE)
     try:
         made = handshake.run(
             lambda: ProcessGroupGloo(store, handshake.rank, handshake.ranks, timeout)

@@ -44,18 +44,19 @@ class Places(NamedTuple):
 
 
 class Handshake:
-    """One rank's side. Each step waits up to the store's timeout.
+    """One rank's side. Each step waits up to `timeout` seconds.
 
     Raises PeerLost if a rank that has arrived dies or gives up, CollectiveTimeout if one is too
     late or the store does not answer, and CommunicationError if the store is gone.
     """
 
-    def __init__(self, store: Store, rank: int, ranks: int, places: Places | None = None) -> None:
+    def __init__(
+        self, store: Store, rank: int, ranks: int, timeout: float, places: Places | None = None
+    ) -> None:
         """`store` must not be used by any other transport."""
-        self.rank, self.ranks = rank, ranks
+        self.rank, self.ranks, self.timeout = rank, ranks, timeout
         self._places = places or Places(store, range(ranks))
-        self._timeout: float = store.timeout.total_seconds()  # type: ignore[attr-defined]  # stubs
-        self._deadline = time.monotonic() + self._timeout
+        self._deadline = time.monotonic() + timeout
         self._store = StoreClient(lambda: store)
         self._failures = Failures(self._store, rank, ranks, lambda: True)
 
@@ -97,7 +98,7 @@ class Handshake:
         """
         done = threads.Answer[T]()
         threads.spawn(partial(done.find, act), "ringdp-making")
-        self._deadline, looks = time.monotonic() + self._timeout, 0
+        self._deadline, looks = time.monotonic() + self.timeout, 0
         while True:
             try:
                 return done.get(LOOK)
@@ -105,10 +106,12 @@ class Handshake:
                 ended = self._ended(range(self.ranks))
                 looks = looks + 1 if ended else 0
                 self._look(ended if looks > LAST_LOOKS else [])  # a finished rank may exit
+                if time.monotonic() > self._deadline:
+                    raise self._timed_out() from None
 
     def _await(self, keys: Mapping[int, str]) -> None:
         last_look = time.monotonic()
-        self._deadline, pause = last_look + self._timeout, FIRST_PAUSE
+        self._deadline, pause = last_look + self.timeout, FIRST_PAUSE
         self._look([])  # a rank may have set its key and given up since
         while not self._ask(lambda store: store.check(list(keys.values()))):
             time.sleep(pause)
@@ -119,12 +122,13 @@ class Handshake:
             missing = self._missing(keys)
             self._look(set(ended) & set(missing))  # it may have set its key before it ended
             if missing and now > self._deadline:
-                self._failures.fail(FailureKind.TIMEOUT, self.rank)
                 late = ", ".join(map(str, missing))
-                raise CollectiveTimeout(
-                    f"{self._here()} until the timeout of {self._timeout:g} s; of its ranks, "
-                    f"{late} did not come"
-                )
+                raise self._timed_out(f"; of its ranks, {late} did not come")
+
+    def _timed_out(self, late: str = "") -> CollectiveTimeout:
+        self._failures.fail(FailureKind.TIMEOUT, self.rank)
+        text = f"{self._here()} until the timeout of {self.timeout:g} s{late}"
+        return CollectiveTimeout(text)
 
     @contextmanager
     def _translated(self) -> Iterator[None]:

@@ -54,6 +54,22 @@ def test_groups_can_be_created_again_in_the_same_store(forks):
     assert [ended.reported for ended in forks(2, create_groups_again)] == [[2.0] * 5] * 2
 
 
+def create_a_group_with_a_late_rank(comm: Communicator, report: Report) -> None:
+    with world(comm, "ringdp"):
+        for late in (False, True):
+            if late == (comm.rank == 1):
+                with pytest.raises(CollectiveTimeout) as caught:
+                    dist.new_group([0, 1], timeout=timedelta(seconds=0.3))
+                report(str(caught.value))
+            comm.barrier()
+
+
+def test_a_groups_own_timeout_limits_its_creation(forks):
+    (_, (here,)), (_, (there,)) = forks(2, create_a_group_with_a_late_rank)
+    assert "until the timeout of 0.3 s; of its ranks, 1 did not come" in here
+    assert "rank 0 gave up waiting" in there
+
+
 def use_subgroups(comm: Communicator, report: Report) -> None:
     with world(comm, "ringdp") as everybody:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))

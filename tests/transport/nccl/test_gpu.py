@@ -79,7 +79,7 @@ def test_communicators_of_a_device_share_a_queue(on_gpu):
 
 
 def all_reduce_with_torch(comm: Communicator) -> None:
-    store = dist.PrefixStore("beside", comm._connect.args[0])
+    store = dist.PrefixStore("beside", comm._connect.store)
     dist.init_process_group("nccl", store=store, rank=comm.rank, world_size=comm.size)
     for _ in range(3):
         ours, theirs = torch.ones(1000, device="cuda"), torch.ones(1000, device="cuda")
