@@ -74,7 +74,8 @@ class UnitOutputs:
         starts += filter(is_new, left)
         for t in starts:
             t._ringdp_output = next(_COUNT)  # type: ignore[attr-defined]
-        return output, starts
+        # A write to a view would remove the view's hooks, but not its base's.
+        return output, [t if t._base is None or not is_new(t._base) else t._base for t in starts]
 
     def end(self) -> bool:
         """A forward has ended. Returns whether it raised."""
