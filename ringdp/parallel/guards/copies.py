@@ -6,17 +6,23 @@ original's units whenever the copy is called, perhaps on some ranks only.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
 from weakref import WeakSet
 
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ringdp.comm.graph_break import uncompiled
 from ringdp.errors import UsageError
 from ringdp.parallel.guards.resting import ShardedParam
 
 _SHARDED: WeakSet[nn.Module] = WeakSet()  # all modules of sharded models; no copies
+# Parameter -> weak reference to its sharded model. Since a weak reference to it exists, torch
+# refuses to swap it for another, as .to() and load_state_dict do where
+# set_swap_module_params_on_conversion() says so: the engine's hooks would be gone.
+_MODELS: Any = WeakIdKeyDictionary()
 
 
 # Where torch.compile compiles a module's call with its hooks (`block.compile()`), these run eagerly
@@ -59,6 +65,7 @@ def _nothing(*_: object) -> None:
 
 def mark(model: nn.Module) -> None:
     _SHARDED.update(model.modules())
+    _MODELS.update(dict.fromkeys(model.parameters(), weakref.ref(model)))
 
 
 def unmark(model: nn.Module) -> None:
@@ -66,8 +73,8 @@ def unmark(model: nn.Module) -> None:
 
 
 def check(model: nn.Module) -> None:
-    """Raise UsageError if the model, a part of it, or a model around it is sharded, or if it has
-    slices left by a shard() that failed."""
+    """Raise UsageError if the model, a part of it, a model around it, or one of its parameters is
+    sharded, or if it has slices left by a shard() that failed."""
     for name, module in model.named_modules():
         if module in _SHARDED:
             what = f"module {name} of this model" if name else "this model"
@@ -77,9 +84,9 @@ def check(model: nn.Module) -> None:
                 "DistributedDataParallel none that is sharded"
             )
     for name, p in model.named_parameters():
-        if isinstance(p, ShardedParam):
+        if _MODELS.get(p, lambda: None)() in _SHARDED or isinstance(p, ShardedParam):
             raise UsageError(
-                f"parameter {name} is this rank's slice. If a module sharded before has it, too, "
+                f"parameter {name} is sharded already. If a module sharded before has it, too, "
                 "shard one around both in place of each; if a shard() failed on its way, make the "
                 "model anew"
             )

@@ -238,7 +238,7 @@ def test_a_failed_call_can_be_repeated_or_is_refused(comm: Communicator) -> None
         assert call_again_after_failure(comm, patch, "broadcast", 1) == ""  # of the first unit
         for name, at in (("broadcast", 2), ("duplicate", 1), ("duplicate", 2)):
             message = call_again_after_failure(comm, patch, name, at)
-            assert "weight is this rank's slice." in message
+            assert "weight is sharded already." in message
             assert "make the model anew" in message
     model: Any = net()
     fronts.fully_shard(model[1], comm=comm)

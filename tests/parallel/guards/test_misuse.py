@@ -13,7 +13,7 @@ from torch import nn
 
 import ringdp
 from ringdp import Communicator, UsageError
-from tests.parallel.small import COMPUTE_IN_FLOAT64, assert_equal, batch, loss, net
+from tests.parallel.small import COMPUTE_IN_FLOAT64, WIDTH, assert_equal, batch, loss, net
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
@@ -42,6 +42,9 @@ def test_unsupported_uses_are_refused(comm: Communicator, stage: int) -> None:
         lambda: ringdp.DistributedDataParallel(model, process_group=comm),
         "this model is sharded already",
     )
+    shares = nn.Linear(WIDTH, WIDTH)
+    shares.bias = model[1][0].bias
+    refused(lambda: ringdp.shard(shares, stage=stage, comm=comm), "bias is sharded already")
     for kind in (torch.optim.LBFGS, Adafactor) if stage else ():
         optimizer = kind(model.parameters())
         step = partial(optimizer.step, lambda: loss(model))
@@ -55,6 +58,24 @@ def test_unsupported_uses_are_refused(comm: Communicator, stage: int) -> None:
         r"has become torch\.float64.* in the sharded model it is torch\.float32",
     )
     engine.close()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@on_ranks(2)
+def test_parameters_are_not_swapped_for_others(comm: Communicator, stage: int) -> None:
+    """The others would have no hooks: their gradients would not be reduced."""
+    model, swaps = net(), torch.__future__.get_swap_module_params_on_conversion()
+    engine = ringdp.shard(model, stage=stage, comm=comm)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        swapped = pytest.raises(RuntimeError, match=r'swapping the parameter named "0\.0\.weight"')
+        with engine.full_parameters(write=True), swapped:
+            model.load_state_dict(net(1).state_dict())
+        with pytest.raises(RuntimeError, match=r"swap Linear\.weight"):
+            model.to(torch.float32)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swaps)
+        engine.close()
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
