@@ -49,8 +49,8 @@ def find_units(
     `rule`: a module class, several, a predicate, or a number: the outermost modules of at most that
     many elements. Without a rule every entry of a ModuleList or Sequential is a unit, the outermost
     where they nest. Raises UsageError if there is no parameter; unless all are floating-point, in
-    memory of their own, and on one device (or on meta); for a module that takes no hooks; or if
-    gradients cannot be cast as `precision` says.
+    memory of their own, and on one device (or on meta); for a module that takes no hooks, or whose
+    forward changes its weights; or if gradients cannot be cast as `precision` says.
     """
     _check(model)
     precision = precision or Precision()
@@ -147,10 +147,18 @@ def _matching(model: nn.Module, rule: ModuleRule) -> set[nn.Module]:
 
 def _check(model: nn.Module) -> None:
     for name, module in model.named_modules():
+        what = f"module {name}" if name else "the model"
         if isinstance(module, jit.ScriptModule):
             raise UsageError(
-                f"{f'module {name}' if name else 'the model'} is a torch.jit.ScriptModule, which "
-                "takes no hooks; shard what it was made of"
+                f"{what} is a torch.jit.ScriptModule, which takes no hooks; shard what it was made "
+                "of"
+            )
+        embeds = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        if embeds and module.max_norm is not None and module.weight.requires_grad:
+            raise UsageError(
+                f"{what} has max_norm={module.max_norm}: its forward rescales the rows that are "
+                "used, which differ by rank, so the ranks would diverge. Set it to None, and "
+                "rescale rows after the optimizer's step, within full_parameters(write=True)"
             )
     parameters = list(model.named_parameters())
     if not parameters:

@@ -134,6 +134,11 @@ def test_a_unit_registered_twice_is_one():
             None,
             "module 1 is a torch.jit.ScriptModule, which takes no hooks",
         ),
+        (
+            nn.Sequential(linear(), nn.Embedding(3, 2, max_norm=1.0)),
+            None,
+            "module 1 has max_norm=1.0",
+        ),
     ],
 )
 def test_wrong_models_and_rules_are_refused(model, rule, message):
