@@ -160,6 +160,9 @@ def _check(model: nn.Module) -> None:
                 "used, which differ by rank, so the ranks would diverge. Set it to None, and "
                 "rescale rows after the optimizer's step, within full_parameters(write=True)"
             )
+    for name, t in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(t):
+            raise UsageError(f"{name} has no shape yet; give its lazy module a batch first")
     parameters = list(model.named_parameters())
     if not parameters:
         raise UsageError("the model has no parameter")
@@ -167,10 +170,6 @@ def _check(model: nn.Module) -> None:
     first_name, first = (placed or parameters)[0]
     lies: dict[int, str] = {}  # address -> name
     for name, p in parameters:
-        if is_lazy(p):
-            raise UsageError(
-                f"parameter {name} has no shape yet; give its lazy module a batch first"
-            )
         if p.dtype not in FLOATS:
             raise UsageError(
                 f"parameter {name} is {p.dtype}; parameters must be floats of 16, 32 or 64 bits"

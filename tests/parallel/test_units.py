@@ -139,6 +139,12 @@ def test_a_unit_registered_twice_is_one():
             None,
             "module 1 has max_norm=1.0",
         ),
+        (nn.Sequential(linear(), nn.LazyLinear(2)), None, "1.weight has no shape yet"),
+        (
+            nn.Sequential(linear(), nn.LazyBatchNorm1d(affine=False)),
+            None,
+            "1.running_mean has no shape yet",
+        ),
     ],
 )
 def test_wrong_models_and_rules_are_refused(model, rule, message):
