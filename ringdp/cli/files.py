@@ -9,20 +9,22 @@ from ringdp.errors import RingdpError
 from ringdp.tape.parts import replacing
 
 
-def write(path: Path, text: str) -> None:
-    """Replace the file in one step, so that a kill half-way leaves the old one.
+def write(path: Path, text: str) -> int:
+    """Replace the file in one step, so that a kill half-way leaves the old one; return its bytes.
 
     Raises RingdpError where the file can no longer be written.
     """
+    data = text.encode(errors="backslashreplace")  # names of files need not be Unicode
     replaceable = path.is_file() and os.access(path.resolve().parent, os.W_OK)
     try:
         if path.exists() and not replaceable:
-            path.write_text(text, encoding="utf-8")  # a pipe, say
+            path.write_bytes(data)  # a pipe, say
         else:
             with replacing(path) as out:
-                out.write(text)
+                out.write(data)
     except OSError as error:
         raise RingdpError(f"ringdp: cannot write {path}: {error.strerror}") from None
+    return len(data)
 
 
 def write_json(path: Path | None, found: object) -> None:

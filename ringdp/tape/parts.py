@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any
 
 from ringdp.tape.chrome import VERSION
 
@@ -35,8 +35,8 @@ def check(trace: Path) -> None:
 
 def write_part(path: Path, head: Head, events: Iterable[str]) -> None:
     with replacing(path) as out:
-        out.write(json.dumps(head) + "\n")
-        out.writelines(event + "\n" for event in events)
+        out.write(f"{json.dumps(head)}\n".encode())
+        out.writelines(f"{event}\n".encode() for event in events)
 
 
 def head(part: Path) -> Head:
@@ -51,29 +51,30 @@ def merge(trace: Path, parts: Mapping[int, Path], facts: Head) -> None:
     heads = {str(rank): head(part) for rank, part in parts.items()}
     about = {"version": VERSION, **facts, "parts": heads}
     with replacing(trace) as out:
-        out.write('{"displayTimeUnit":"ms","ringdp":' + json.dumps(about) + ',"traceEvents":[')
-        between = "\n"
+        start = '{"displayTimeUnit":"ms","ringdp":' + json.dumps(about) + ',"traceEvents":['
+        out.write(start.encode())
+        between = b"\n"
         for part in parts.values():
-            with part.open(encoding="utf-8") as lines:
+            with part.open("rb") as lines:
                 lines.readline()
                 for line in lines:
-                    out.write(between + line.rstrip("\n"))
-                    between = ",\n"
-        out.write("\n]}\n")
+                    out.write(between + line.rstrip(b"\n"))
+                    between = b",\n"
+        out.write(b"\n]}\n")
     for part in parts.values():
         part.unlink(missing_ok=True)
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[TextIO]:
-    """Yield a text file that replaces `path`, or the file that it links to, once the block is left.
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """Yield a file that replaces `path`, or the file that it links to, once the block is left.
 
     If the block raises, or the process is killed, `path` stays as it was.
     """
     file = path.resolve()
     aside = file.with_name(f"{file.name}.{os.getpid()}.tmp")
     try:
-        with aside.open("w", encoding="utf-8") as out:
+        with aside.open("wb") as out:
             yield out
         if file.exists():
             shutil.copymode(file, aside)

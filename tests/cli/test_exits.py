@@ -23,6 +23,13 @@ def test_unencodable_characters_become_question_marks(arguments, encoding, monke
     assert b"?" in out.getvalue()
 
 
+def test_a_files_name_need_not_be_unicode(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("\udcff.py").write_bytes(b"import torch\ndef f(): return torch.nn.Linear(1, 1)\n")
+    assert main(["plan", "--model", "\udcff.py:f", "--json", "plan.json"]) == 0
+    assert json.loads(Path("plan.json").read_bytes())["model"] == "\udcff.py:f"
+
+
 @pytest.mark.parametrize("arguments", [["show", "ring"], PLAN], ids=lambda a: a[0])
 def test_a_full_disk_is_reported_in_one_line(arguments, monkeypatch, capsys):
     with Path("/dev/full").open("w", encoding="utf-8") as full, monkeypatch.context() as patched:

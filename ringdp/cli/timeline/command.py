@@ -41,7 +41,7 @@ def report(trace: Path, page: Path, bench: str | None, console: Console) -> int:
         data = digest(run, bench, lambda what: status.update(Text(what)))
         text = fill(data, f"{trace.name}: {counted(run.ranks, 'rank')}")
         status.update(Text(f"writing {page}"))
-        write(page, text)
+        size = write(page, text)
     for share in data["shares"]:
         rank, total, compute, engine, moves, hidden, exposed, late = share.values()
         say(
@@ -53,7 +53,7 @@ def report(trace: Path, page: Path, bench: str | None, console: Console) -> int:
         )
     for note in data["notes"]:
         say(console, note, "bold red")
-    say(console, f"wrote {page}, {len(text.encode()):,} bytes")
+    say(console, f"wrote {page}, {size:,} bytes")
     return 0
 
 
