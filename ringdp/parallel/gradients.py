@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ringdp.errors import UsageError
 from ringdp.kernels.precision import scaled_copy
+from ringdp.kernels.spans import gaps
 from ringdp.parallel import layout
 from ringdp.parallel.accounting.memory import Ledger, Widths, holders
 from ringdp.parallel.cut import Cut
@@ -48,10 +49,9 @@ class GradBuffer:
 
     def whole(self) -> Tensor:
         """`flat`, with zeros in the padding and where no gradient came."""
-        for at in range(len(self.plan.entries)):
-            if at not in self._there:
-                self.part(at).zero_()
-        for begin, end in self.plan.gaps:
+        there = [self.plan.entries[at] for at in self._there]
+        sizes, offsets = [e.elements for e in there], [e.offset for e in there]
+        for begin, end in gaps(sizes, offsets, self.plan.padded):
             self.flat[begin:end].zero_()
         return self.flat
 

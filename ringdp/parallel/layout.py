@@ -44,13 +44,6 @@ class Unit:
         """Elements without the padding."""
         return sum(e.elements for e in self.entries)
 
-    @property
-    def gaps(self) -> list[tuple[int, int]]:
-        """(begin, end) of the padding, which belongs to no parameter."""
-        ends = [0, *(e.offset + e.elements for e in self.entries)]
-        begins = [*(e.offset for e in self.entries), self.padded]
-        return [(end, begin) for end, begin in zip(ends, begins, strict=True) if end < begin]
-
     def local(self, entry: Entry, rank: int) -> tuple[int, int]:
         """(begin, end), in `rank`'s shard, of its slice of `entry`; empty if it has none."""
         first = rank * self.shard

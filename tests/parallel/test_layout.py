@@ -13,7 +13,8 @@ from torch import nn
 
 import ringdp
 from ringdp import Communicator
-from ringdp.parallel.layout import ALIGNMENT, layout
+from ringdp.kernels.spans import gaps
+from ringdp.parallel.layout import ALIGNMENT, Unit, layout
 from tests.ranks import on_ranks
 
 SIZES = st.lists(st.lists(st.integers(0, 200), max_size=6), min_size=1, max_size=4)
@@ -22,6 +23,11 @@ SIZES = st.lists(st.lists(st.integers(0, 200), max_size=6), min_size=1, max_size
 def plan(sizes: list[list[int]], ranks: int):
     named = [(f"u{i}", [(f"p{j}", n) for j, n in enumerate(u)]) for i, u in enumerate(sizes)]
     return layout(named, ranks)
+
+
+def padding(unit: Unit) -> list[tuple[int, int]]:
+    sizes, offsets = [e.elements for e in unit.entries], [e.offset for e in unit.entries]
+    return gaps(sizes, offsets, unit.padded)
 
 
 @given(SIZES, st.integers(1, 9))
@@ -46,7 +52,7 @@ def test_parameters_and_shards_are_aligned_with_minimal_padding(sizes, ranks):
     for unit, elements in zip(plan(sizes, ranks), sizes, strict=True):
         assert unit.elements == sum(elements)
         assert all(e.offset % ALIGNMENT == 0 for e in unit.entries)
-        *between, last = [end - begin for begin, end in unit.gaps] or [0]
+        *between, last = [end - begin for begin, end in padding(unit)] or [0]
         assert all(gap < ALIGNMENT for gap in between)
         assert last < (ranks + 1) * ALIGNMENT
         assert sum(between) + last == unit.padded - unit.elements
@@ -65,7 +71,7 @@ def test_owned_parts_are_the_nonempty_slices(sizes, ranks):
 def test_a_worked_example():
     (unit,) = plan([[20, 0, 5, 40]], ranks=2)
     assert [e.offset for e in unit.entries] == [0, 32, 32, 48]
-    assert unit.gaps == [(20, 32), (37, 48), (88, 96)]
+    assert padding(unit) == [(20, 32), (37, 48), (88, 96)]
     assert (unit.padded, unit.shard) == (96, 48)
     assert [unit.local(e, 0) for e in unit.entries] == [(0, 20), (32, 32), (32, 37), (48, 48)]
     assert [unit.local(e, 1) for e in unit.entries] == [(0, 0), (0, 0), (0, 0), (0, 40)]
