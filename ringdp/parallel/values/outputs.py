@@ -4,11 +4,11 @@
     left       in attributes of its modules, such as a mixture of experts' auxiliary loss, or put
                into lists and dicts that were passed in
 
-Attributes count if they are tensors, or lists, tuples and dicts whose name does not start with "_".
-Of all these, outputs are those that an operation since the forward's start has made, by autograd's
-sequence numbers: what a unit has left earlier is none, nor is what it only passes on, as a skipped
-block does. Threads have numbers of their own, so what it returns with a lower number is an output
-unless it was passed in, or a unit that had ended before had it as one.
+Attributes count if they are tensors, or lists, tuples and dicts of them. Of all these, outputs are
+those that an operation since the forward's start has made, by autograd's sequence numbers: what a
+unit has left earlier is none, nor is what it only passes on, as a skipped block does. Threads have
+numbers of their own, so what it returns with a lower number is an output unless it was passed in,
+or a unit that had ended before had it as one.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _in_attributes(module: nn.Module) -> Iterator[Tensor]:
             continue
         if isinstance(value, Tensor):
             yield value
-        elif type(value) in CONTAINERS and name[0] != "_":
+        elif type(value) in CONTAINERS:
             for inner in value.values() if isinstance(value, dict) else value:
                 if isinstance(inner, Tensor):
                     yield inner

@@ -248,12 +248,12 @@ class LeavesLosses(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.losses: dict[str, Tensor] = {}
+        self._losses: dict[str, Tensor] = {}
 
     def forward(self, x: Tensor) -> Tensor:
         out = x + torch.tanh(self.linear(x))
-        self.parts = self.linear.weight[:2], self.linear.weight.detach()[:1].t()
-        self.losses["large"] = self.linear.weight.square().sum() + out.mean()
+        self._parts = self.linear.weight[:2], self.linear.weight.detach()[:1].t()
+        self._losses["large"] = self.linear.weight.square().sum() + out.mean()
         self.small = self.linear.bias.square().sum() if x[0, 0] > 0 else None
         return out
 
@@ -261,8 +261,8 @@ class LeavesLosses(nn.Module):
 def losses_left(model: nn.Module) -> Tensor:
     loss = torch.zeros(())
     for m in model:
-        loss = loss + m.losses["large"] + (0 if m.small is None else m.small)
-        loss = loss + torch.stack([part.sum() for part in m.parts]).sum()
+        loss = loss + m._losses["large"] + (0 if m.small is None else m.small)
+        loss = loss + torch.stack([part.sum() for part in m._parts]).sum()
     return loss
 
 
