@@ -124,6 +124,20 @@ DRIVE_ALONE = """(async () => {
 })();"""
 
 
+DRIVE_DENSE = """(async () => {
+    while (byId("main").hidden) await new Promise((done) => setTimeout(done, 20));
+    const lane = data.lanes[0], [name, category] = lane.spans[0], each = (last - first) / 5000;
+    lane.spans = Array.from({ length: 10000 }, (_, i) =>
+        [name, category, first + (i >> 1) * each, i % 2 ? each / 2 : each, -1]);
+    rows = [];
+    layOut();
+    drawTimeline();
+    const width = byId("timeline").clientWidth, y = rows.find((row) => row.lane).y + 14;
+    const drawn = byId("timeline").getContext("2d").getImageData(0, y + 5, width, 1).data;
+    document.title = drawn.filter((value, i) => i % 4 === 3 && value === 0).length;
+})();"""
+
+
 DRIVE_NOTHING = """(async () => {
     while (byId("main").hidden) await new Promise((done) => setTimeout(done, 20));
     for (const button of document.querySelectorAll("button")) {
@@ -177,6 +191,12 @@ def test_the_models_caches_are_described(browse, tmp_path: Path):
     (end, more), *_ = found["model"]["caches"]
     dom = browse(fill(found, "run"), script=DRIVE_ALONE)
     assert f", {1e9 * more:.3f} more on the bus after {end:,.0f}" in dom.texts["model"]
+
+
+@needs_browser
+def test_dense_spans_leave_no_gaps(browse, tmp_path: Path):
+    page = fill(digest(read(trace(tmp_path)), None, lambda _: None), "run.json")
+    assert browse(page, script=DRIVE_DENSE).texts["title"] == "0"
 
 
 def contrast(*colors: list[int]) -> float:

@@ -64,12 +64,12 @@ function drawTimeline() {
       }
       continue;
     }
-    let drawn = -1;
+    const drawn = []; // by depth: up to where
     for (const i of shown(row.lane)) {
-      const [name, category, begin, duration] = row.lane.spans[i];
+      const [name, category, begin, duration] = row.lane.spans[i], depth = row.lane.depths[i];
       const [x, y, w, h] = box(row, i, width);
-      if (w < 1 && x < drawn && row.lane.depths[i] === 0 && !isPicked(row.lane, i)) continue;
-      drawn = x + w;
+      if (w < 1 && x < drawn[depth] && !isPicked(row.lane, i)) continue;
+      drawn[depth] = x + w;
       g.fillStyle = colorOf(data.names[category]);
       g.fillRect(x, y, w, h);
       if (data.names[category] === "collective") {
