@@ -45,7 +45,8 @@ def initialize(
 ) -> tuple[DeepSpeedEngine, Optimizer, DataLoader[Any] | None, Scheduler | None]:
     """Shard the model as the config says. Collective.
 
-    Returns DeepSpeed's four values: engine, optimizer, data loader, learning rate scheduler.
+    Returns DeepSpeed's four values: engine, optimizer, data loader, learning rate scheduler. With
+    fp16 or bf16 the optimizer steps parameters in float32, even of a model that has 16 bits.
 
     config: a mapping, or the path of a JSON file; by default args.deepspeed_config (nothing else of
     args is read). optimizer: a function of the parameters, such as a class, or an optimizer that
@@ -81,6 +82,9 @@ def initialize(
     lr_scheduler = named or lr_scheduler
     _check_scheduler(lr_scheduler, optimizer)
     loader = _loader(training_data, batches.micro, collate_fn, comm)
+    for p in model.parameters() if param else ():
+        if p.dtype.itemsize == 2 and p.is_floating_point():
+            p.data = p.data.float()  # what the optimizer steps
     engine = shard(
         model,
         stage=zero["stage"],

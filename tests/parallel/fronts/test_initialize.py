@@ -162,6 +162,21 @@ def test_parameter_groups_keep_their_options():
     engine.engine.close()
 
 
+@pytest.mark.parametrize("section", ["fp16", "bf16"])
+@on_ranks(2)
+def test_a_model_in_16_bits_is_stepped_in_32(comm: Communicator, section: str) -> None:
+    """As by DeepSpeed: small updates are not lost."""
+    half = {"fp16": torch.float16, "bf16": torch.bfloat16}[section]
+    found = []
+    for model in (net().to(half), net().to(half).float()):
+        config = NAMED | {"zero_optimization": {"stage": 2}, section: {"enabled": True}}
+        engine, *_ = fronts.initialize(model=model, config=config, comm=comm)
+        found.append(train(engine, 0, 1, 2))
+        engine.engine.close()
+    assert {p.dtype for p in found[0]} == {torch.float32}
+    assert all(map(torch.equal, *found))
+
+
 @on_ranks(2)
 def test_gradients_of_other_parameters_do_not_count(comm: Communicator) -> None:
     """The norm is that of the parameters that the optimizer steps."""
