@@ -6,7 +6,8 @@ far; the next forward or backward starts afresh. Stage 3 refuses `create_graph`.
 
 A unit's backward starts at a gradient of its outputs, which it returns or leaves in attributes (see
 `values.outputs`). If it has none, its backward starts at the first gradient of a parameter, which
-is too late for stage 3 to gather the weights.
+is too late for stage 3 to gather the weights: an error of torch's (see Note [views outlive their
+memory] in `unit`).
 """
 
 from __future__ import annotations

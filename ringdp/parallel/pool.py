@@ -19,26 +19,40 @@ class Pool:
     def __init__(self) -> None:
         self._kept: list[torch.UntypedStorage] = []
 
-    def fill(self, storage: torch.UntypedStorage, size: int) -> None:
-        """Give an empty storage `size` uninitialized bytes."""
+    @torch.inference_mode(False)  # its values may come outside of it
+    def fill(self, tensor: torch.Tensor, size: int) -> torch.Tensor:
+        """A flat tensor of `size` uninitialized bytes, for `tensor`, whose storage is empty. Views
+        of `tensor` see them from `show` on; where storages do not swap memory, at once."""
         for at, kept in enumerate(self._kept):
             if kept.nbytes() == size:
-                _swap(storage, self._kept.pop(at))
-                return
+                return tensor.new_empty(0).set_(self._kept.pop(at))
         self.let_go()
+        storage = tensor.untyped_storage()
+        if _swaps(storage):
+            storage = torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
         storage.resize_(size)
+        return tensor.new_empty(0).set_(storage)
+
+    def show(self, filled: torch.Tensor, tensor: torch.Tensor) -> None:
+        """`tensor` gets the memory of what `fill` returned for it."""
+        if _swaps(tensor.untyped_storage()):
+            _swap(tensor.untyped_storage(), filled.untyped_storage())
 
     def let_go(self) -> None:
         self._kept.clear()
 
     def empty(self, storage: torch.UntypedStorage) -> None:
-        """Take a storage's memory. Tensors that view it see what `fill` gives it next."""
-        if not _SWAPS or storage.device.type != "cpu":
+        """Take a storage's memory. Tensors that view it see what `show` gives it next."""
+        if not _swaps(storage):
             storage.resize_(0)
             return
         kept = torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
         _swap(storage, kept)
         self._kept.append(kept)
+
+
+def _swaps(storage: torch.UntypedStorage) -> bool:
+    return _SWAPS and storage.device.type == "cpu"
 
 
 def _swap(a: torch.UntypedStorage, b: torch.UntypedStorage) -> None:

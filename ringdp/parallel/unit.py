@@ -44,7 +44,8 @@ class State(Enum):
     the optimizer may step. Stages 1 and 2 keep the full buffer, where the other ranks' shards are
     out of date; stage 3 has freed it."""
     GATHERING = auto()
-    """As SHARDED, and an all_gather fills the full buffer, or has the last use's values."""
+    """As SHARDED, and an all_gather fills the full buffer (in stage 3, what becomes its memory), or
+    it has the last use's values."""
     UNSHARDED = auto()
     """The modules' parameters are views of the full buffer, in their own shapes."""
     SUMMONED = auto()
@@ -56,7 +57,8 @@ class FlatUnit:
     """The flat buffers behind one unit's parameters.
 
     full      [padded] in the compute dtype: what is gathered, of which `views` are the parameters
-    shard     [shard] in the compute dtype: what this rank contributes to the gather
+    shard     [shard] in the compute dtype: what this rank contributes to the gather; not used if
+              parameters are offloaded
     master    [shard] (stage 0: [padded]) in the master dtype: what the optimizer steps
     computed  the modules' parameters while UNSHARDED
 
@@ -70,7 +72,9 @@ class FlatUnit:
     Note [views outlive their memory]
         Autograd saves views of a weight for backward (`weight.t()` of a linear layer). They would
         keep the memory alive if the full tensor were merely dropped. So freeing empties its storage
-        and gathering fills it again: the saved views see the new values.
+        and gathering fills it again: the saved views see the new values. On CPUs it stays empty
+        until all values have come: an operation that reads weights too early, since the engine did
+        not foresee its backward, is an error of torch's rather than silently wrong.
     """
 
     def __init__(
@@ -121,6 +125,7 @@ class FlatUnit:
         self.followed = list[int]()  # the masters' versions that `computed` has the values of
         self.versions = list[int]()  # see `lost`
         self.work: Work | None = None
+        self.coming = torch.empty(0)  # what `work` fills in stage 3
         self.reader: torch.cuda.Stream | None = None  # copies the master from the host
         self._settle_in(self.views if self.static else self.rest)
         if not self.static:
@@ -137,20 +142,21 @@ class FlatUnit:
         """SHARDED -> GATHERING: start the all_gather. Collective."""
         assert self.state is State.SHARDED
         self.settle()
+        full = self.full.data  # whose writes do not invalidate views that autograd has saved
         if self.freed:
             self.ledger.take("gathered", self.bytes)
-            self.ledger.pool.fill(self.full.untyped_storage(), self.bytes)
-        full = self.full.data  # whose writes do not invalidate views that autograd has saved
+            full = self.coming = self.ledger.pool.fill(full, self.bytes)
+        shard = full[self.cut.part] if self.offload.parameters else self.shard
         if not self.slices:
             full.copy_(self.master)
             resting.become(self.parameters, resting.RestingParam)
         else:
             if self.apart:
-                self.shard.data.copy_(self.master, non_blocking=True)
+                shard.data.copy_(self.master, non_blocking=True)
                 if full.is_cuda and self.offload.any:
                     self.reader = torch.cuda.current_stream(full.device)
             if self.plan.padded:  # the root may have no parameters
-                self.work = comm.all_gather(full, self.shard, async_op=True, tag=self.index)
+                self.work = comm.all_gather(full, shard, async_op=True, tag=self.index)
         self.state = State.GATHERING
 
     @resting.unguarded
@@ -160,6 +166,8 @@ class FlatUnit:
         if self.work is not None:
             self.work.wait()
             self.work = None
+            if self.freed:
+                self.ledger.pool.show(self.coming, self.full)
         kind: type[nn.Parameter] = GatheredParam if self.freed else WholeParam
         if self.apart:
             kind = resting.ShardedParam if self.slices else resting.RestingParam
@@ -316,8 +324,6 @@ class FlatUnit:
             with torch.inference_mode(False):
                 self.full = torch.empty_like(self.full)
             self.views = self.cut.whole(self.full)
-            if self.offload.parameters:
-                self.shard = self.full[self.cut.part]
         self.ledger.pool.empty(self.full.untyped_storage())
 
     def _point(self, parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor]) -> None:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+from torch import Tensor, nn
 
+import ringdp
+from ringdp import Communicator
 from ringdp.parallel.pool import _SWAPS, Pool
+from tests.parallel.loop_models import batch, block, loss
+from tests.ranks import on_ranks
 
 needs_swap = pytest.mark.skipif(not _SWAPS, reason="this torch's storages swap no memory")
 BYTES = 1 << 20
@@ -13,7 +20,7 @@ BYTES = 1 << 20
 
 def fill(pool: Pool, size: int = BYTES) -> torch.Tensor:
     tensor = torch.empty(0, dtype=torch.uint8)
-    pool.fill(tensor.untyped_storage(), size)
+    pool.show(pool.fill(tensor, size), tensor)
     return tensor.set_(tensor.untyped_storage(), 0, (size,))
 
 
@@ -33,9 +40,21 @@ def test_views_of_a_refilled_storage_see_its_new_values() -> None:
     view = tensor[8:16]
     pool.empty(tensor.untyped_storage())
     assert tensor.untyped_storage().nbytes() == 0
-    pool.fill(tensor.untyped_storage(), BYTES)
-    tensor.fill_(3)
+    filled = pool.fill(tensor, BYTES).fill_(3)
+    pool.show(filled, tensor)
     assert view.tolist() == [3] * 8
+
+
+@needs_swap
+def test_views_see_no_memory_before_it_is_shown() -> None:
+    pool = Pool()
+    tensor = fill(pool)
+    for _ in range(2):  # with memory that is reused, and with new one
+        pool.empty(tensor.untyped_storage())
+        filled = pool.fill(tensor, BYTES)
+        assert tensor.untyped_storage().nbytes() == 0
+        pool.show(filled, tensor)
+        pool.let_go()
 
 
 @needs_swap
@@ -45,3 +64,32 @@ def test_memory_of_another_size_is_freed_before_more_is_allocated() -> None:
     assert [s.nbytes() for s in pool._kept] == [BYTES]
     fill(pool, BYTES // 2)
     assert pool._kept == []
+
+
+class HidesLoss(nn.Module):
+    """Puts a loss, which it computes after its output, where the engine does not look."""
+
+    def __init__(self, losses: list[Tensor]) -> None:
+        super().__init__()
+        self.block, self.hide = block(), losses.append
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + self.block(x)
+        self.hide(self.block(x).sum())
+        return y
+
+
+@needs_swap
+@pytest.mark.process
+@pytest.mark.parametrize("stage", [2, 3])
+@on_ranks(2)
+def test_weights_that_are_being_gathered_cannot_be_read(comm: Communicator, stage: int) -> None:
+    """The hidden losses' backward begins before that of the units' outputs."""
+    losses: list[Tensor] = []
+    model = nn.Sequential(*(HidesLoss(losses) for _ in range(2)))
+    engine = ringdp.shard(model, stage=stage, comm=comm)
+    total = loss(model(batch())) + sum(losses)
+    fails = pytest.raises(RuntimeError, match="out of bounds for storage of size 0")
+    with fails if stage == 3 else nullcontext():
+        total.backward()
+    engine.close()
