@@ -36,8 +36,9 @@ class Precision:
     while they are reduced. output: dtype that the model's floating outputs are cast to. keep_fp32:
     a module class, several, or a predicate: these modules (layer norms, say) compute in the dtype
     they were built with; their inputs are cast to it, and their outputs to `param`. Since buffers
-    keep their dtype, batch norms must be among them. cast_inputs: cast floating inputs of the model
-    and of every unit to `param`.
+    keep their dtype, batch norms must be among them, and what `spectral_norm` and `orthogonal` of
+    torch.nn.utils.parametrizations add, a ParametrizationList. cast_inputs: cast floating inputs of
+    the model and of every unit to `param`.
     """
 
     param: torch.dtype | None = None
