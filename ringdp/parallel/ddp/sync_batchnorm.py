@@ -7,7 +7,7 @@
                dx = weight·invstd·(dy − Σdy / N − ŷ·Σ(dy·ŷ) / N)
 
 weight and bias get this rank's gradients, which DDP averages. In float32 at least. A rank may have
-other batch sizes than the rest, or none.
+other batch sizes than the rest, or none. Its gradients cannot be differentiated again.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ringdp.comm import Communicator, communicator_of
@@ -137,6 +138,7 @@ class _Normalize(torch.autograd.Function):
         return y.to(x.dtype), mean, m2, total
 
     @staticmethod
+    @once_differentiable  # autograd does not see the all_reduce
     def backward(ctx: Any, dy: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         x, mean, invstd, weight, rows = ctx.saved_tensors
         wide = dy.to(mean.dtype)

@@ -150,6 +150,16 @@ def test_a_copy_uses_the_same_ranks(comm: Communicator) -> None:
         assert torch.equal(a, b)
 
 
+@on_ranks(2)
+def test_gradients_cannot_be_differentiated_again(comm: Communicator) -> None:
+    """A gradient penalty would lack the derivative of the sums over the ranks."""
+    x = torch.randn(4, CHANNELS, requires_grad=True)
+    y = SyncBatchNorm(CHANNELS, process_group=comm)(x)
+    (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        gradient.square().sum().backward()
+
+
 @on_ranks(1)
 def test_a_wrong_shape_is_refused(comm: Communicator) -> None:
     norm = SyncBatchNorm(3, process_group=comm)
