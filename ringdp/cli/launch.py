@@ -247,3 +247,20 @@ def signals_raised() -> Iterator[None]:
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
+
+
+@contextmanager
+def signals_held() -> Iterator[None]:
+    """Put off the signals that `signals_raised` raises to the end of the block, so that no process
+    is started without being known. Unlike a mask, this is not inherited by processes."""
+    came: list[int] = []
+    before = {s: handler for s in ENDING if callable(handler := signal.getsignal(s))}
+    for signum in before:
+        signal.signal(signum, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+        for number in came:
+            signal.raise_signal(number)

@@ -24,7 +24,7 @@ from typing import Any
 
 from ringdp.cli.bench import peers
 from ringdp.cli.bench.contenders import Failure, Hello, Round, Times
-from ringdp.cli.launch import RankError, room_for_sockets
+from ringdp.cli.launch import RankError, room_for_sockets, signals_held
 from ringdp.cli.loopback import environment, loopback_store
 
 START_TIMEOUT = 180.0  # s: many ranks import on few cores
@@ -47,7 +47,8 @@ def groups(
         try:
             for name in names:
                 size = probe_ranks(ranks, len(cores)) if name == "probe" else ranks
-                started[name] = Group(name, size, cores, largest, Path(place))
+                with signals_held():
+                    started[name] = Group(name, size, cores, largest, Path(place))
             for group in started.values():
                 group.await_hello()
             yield started

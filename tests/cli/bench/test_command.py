@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -161,6 +162,27 @@ def test_a_signal_ends_every_rank(start) -> None:
     assert process.returncode == 128 + signal.SIGTERM
     assert stderr == "ringdp: ended by SIGTERM; every rank has ended\n"
     assert_gone(below)
+
+
+@pytest.mark.process
+def test_a_signal_while_a_process_starts_ends_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Interrupted(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: object, **options: object) -> None:
+            super().__init__(*arguments, **options)
+            started.append(self)
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(groups.subprocess, "Popen", Interrupted)
+    try:
+        assert main(["bench", "all_reduce", "--min", "1K", "--max", "1K"]) == 130
+        assert [process.poll() is None for process in started] == [False]
+    finally:
+        started[0].kill()
+    assert capsys.readouterr().err == "ringdp: ended by SIGINT; every rank has ended\n"
 
 
 @pytest.mark.process
