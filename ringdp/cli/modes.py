@@ -99,8 +99,8 @@ def run_mode(mode: str, options: Options, learned: Text, emit: Emit) -> ModeRun:
         formula = 2 * (n - 1) * size + rows * 8 + 2 * logits
         return ModeRun(mode, n, elements, (_naive(options, learned.data, emit),), formula)
     served = mode != "ddp"
-    job = Job(options, learned.digest, mode)
-    parts = launch(part, job, n + served, emit)
+    with learned.shared() as file:
+        parts = launch(part, Job(options, file, mode), n + served, emit)
     return ModeRun(mode, n, elements, tuple(parts), 2 * (n if served else n - 1) * size)
 
 
@@ -116,7 +116,7 @@ def part(job: Job, emit: Emit) -> Part:
     """What each process of the other modes runs, on one thread."""
     torch.set_num_threads(1)
     options, mode = job.options, job.mode
-    data = job.load_text()
+    data = job.text.read_bytes()
     net: nn.Module
     net = model = gpt.build(gpt.Shape(options.context), options.seed)
     with ringdp.init() as comm:

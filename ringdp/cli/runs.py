@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
@@ -148,18 +149,13 @@ class Job:
     """What every rank is given.
 
     The text is not part of it. Each rank reads the text itself, so that all ranks start at once:
-    megabytes through a pipe would start them one after another.
+    megabytes through a pipe would start them one after another. All read what the launcher has
+    read: files may change meanwhile, as one with this command's output does.
     """
 
     options: Options
-    text_digest: str
+    text: Path  # see Text.shared
     mode: str = ""  # empty: all stages
-
-    def load_text(self) -> bytes:
-        found = text.load(self.options.text, self.options.context + 1)
-        if found.digest != self.text_digest:
-            raise ringdp.RingdpError("the text changed while the ranks were starting; run again")
-        return found.data
 
 
 def run_single(options: Options, data: bytes, emit: Callable[[Progress], None]) -> Record:
@@ -198,7 +194,7 @@ def run_stages(job: Job, emit: Callable[[Progress], None]) -> list[Record]:
         gpus.take(transport)
         torch.backends.cuda.enable_mem_efficient_sdp(False)  # its backward adds in any order
     comm = ringdp.init(transport=cast(TransportName, transport))
-    data = job.load_text()
+    data = job.text.read_bytes()
     file = job.options.trace
     with nullcontext() if file is None else ringdp.trace(file):
         records = [_run_stage(stage, job.options, data, comm, emit) for stage in job.options.stages]

@@ -47,9 +47,8 @@ def run(options: Options, console: Console, *, entry: Entry[Job, list[Record]] =
         if options.modes:
             runs = [modes.run_mode(m, options, learned, display.update) for m in options.modes]
         else:
-            job = Job(options, learned.digest)
-            with _warn_without_trace(options.trace):
-                ranks = launch(entry, job, options.ranks, display.update)
+            with _warn_without_trace(options.trace), learned.shared() as file:
+                ranks = launch(entry, Job(options, file), options.ranks, display.update)
     if options.modes:
         found = [modes.to_json(run) for run in runs]
         problems = modes.complaints(runs, reference, options)

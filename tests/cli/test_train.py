@@ -5,7 +5,7 @@ import re
 import signal
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -67,6 +67,23 @@ def test_losses_are_the_same_over_every_transport(
     assert len(set(losses.values())) == 1, losses
 
 
+def test_the_text_may_change_while_ranks_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As in `ringdp train --text . >log`."""
+    log = tmp_path / "log"
+    log.write_bytes(bytes(range(1, 128)))
+
+    def launch(*arguments: Any) -> Any:
+        log.write_bytes(b"changed")
+        return launched(*arguments)
+
+    launched = train.launch
+    monkeypatch.setattr(train, "launch", launch)
+    assert main([*SMALL, "--text", str(tmp_path)]) == 0
+    assert "Losses stay within the float32 bound" in capfd.readouterr().out
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_transport_over_gpus_needs_one(refused) -> None:
     refused("train", "--transport", "nccl", message="needs a CUDA GPU, and torch")
@@ -82,7 +99,7 @@ def test_on_gpus_nondeterministic_attention_is_disabled(monkeypatch: pytest.Monk
     for transport, left_out in (("nccl-host", False), ("nccl", True)):
         try:
             with pytest.raises(SystemExit, match=transport):
-                runs.run_stages(runs.Job(Options(transport=transport), ""), print)
+                runs.run_stages(runs.Job(Options(transport=transport), Path()), print)
             assert cuda.mem_efficient_sdp_enabled() != left_out
         finally:
             cuda.enable_mem_efficient_sdp(True)
