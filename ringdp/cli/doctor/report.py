@@ -129,7 +129,7 @@ def triton() -> Check:
 
 
 def cupy() -> Check:
-    """Its import needs libnccl, so the import is tried."""
+    """Its import warns if there is no libnccl, which `nccl` looks for, but succeeds."""
     advice = f"only for the NCCL transport: {_extra()}"
     names = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
     return _package("CuPy", names, "from cupy.cuda import nccl", advice)
