@@ -11,8 +11,10 @@ Executors that post whole rounds at once cannot stall and do not need this check
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from graphlib import CycleError, TopologicalSorter
 
 from ringdp.errors import ScheduleError
@@ -30,10 +32,13 @@ def fifo_depth(programs: Sequence[Program]) -> int:
     """
     sends, receives = _channels(programs)
     most = max((len(s) for s in sends.values()), default=1)
-    for depth in range(1, most + 1):
-        if _ends(programs, sends, receives, depth):
-            return depth
-    raise ScheduleError("the ranks wait for one another in a cycle at any FIFO depth")
+    ends = partial(_ends, programs, sends, receives)
+    enough = 1
+    while not ends(enough):
+        if enough >= most:
+            raise ScheduleError("the ranks wait for one another in a cycle at any FIFO depth")
+        enough *= 2
+    return bisect_left(range(enough), True, lo=enough // 2 + 1, key=ends)
 
 
 def fits(programs: Sequence[Program], depth: int) -> bool:
