@@ -24,7 +24,7 @@ function drawKinds() {
   const head = ["collective", "algorithm", "ranks", "bytes", "times", "measured", "predicted",
     "measured / predicted", "late"];
   table("kinds", head, kinds.map((k) => [k.collective, k.algorithm, k.ranks, bytes(k.bytes),
-    k.all.length, us(k.measured), k.predicted === null ? "–" : us(k.predicted),
+    k.all.length.toLocaleString("en"), us(k.measured), k.predicted === null ? "–" : us(k.predicted),
     k.predicted ? (k.measured / k.predicted).toFixed(2) : "–", us(k.late)]),
   (i) => { choose(kinds[i].slowest); byId("which").scrollIntoView({ block: "center" }); });
   const dots = kinds.filter((k) => k.predicted > 0 && k.measured > 0);
