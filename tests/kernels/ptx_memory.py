@@ -20,24 +20,26 @@ MEMORY = {  # by bits of an element, whose index is (address - PAGE) / its bytes
 
 class Tensors:
     """The memory of all CPU tensors. It is collected again when an access lies outside what is
-    known."""
+    known: among the youngest objects first, since all objects are many."""
 
     def __init__(self) -> None:
         self._begins = self._ends = np.zeros(1, np.uint64)
 
     def hold(self, at: Lanes, size: int) -> bool:
         """Whether `size` bytes from each of these addresses on lie in one tensor."""
-        if not self._hold(at, size):
-            self._look()
+        spans = {0: 0}
+        for generation in range(3):
+            if self._hold(at, size):
+                return True
+            self._look(generation, spans)
         return self._hold(at, size)
 
     def _hold(self, at: Lanes, size: int) -> bool:
         which = np.searchsorted(self._begins, at, side="right") - 1
         return bool((at + np.uint64(size) <= self._ends[which]).all())
 
-    def _look(self) -> None:
-        spans = {0: 0}
-        for x in gc.get_objects():
+    def _look(self, generation: int, spans: dict[int, int]) -> None:
+        for x in gc.get_objects(generation):
             if type(x) in (torch.Tensor, torch.nn.Parameter) and x.device.type == "cpu":
                 storage = x.untyped_storage()
                 spans[storage.data_ptr()] = storage.data_ptr() + storage.nbytes()
