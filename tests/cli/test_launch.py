@@ -90,7 +90,9 @@ def stderr_of(entry: Entry[Job, list[Record]], capfd: pytest.CaptureFixture[str]
     """The stderr of a run that fails; asserts that all of its ranks have ended."""
     assert exit_code(lambda: run(OPTIONS, Console(), entry=entry)) == 1
     out, stderr = capfd.readouterr()
-    assert all(has_ended(int(pid)) for pid in re.findall(r"pid (\d+)", out))
+    pids = [int(found) for found in re.findall(r"pid (\d+)", out)]
+    assert pids, "no rank has run"
+    assert all(map(has_ended, pids))
     return stderr
 
 
