@@ -136,7 +136,9 @@ def test_interrupted_tiles_sum_to_their_bytes(ranks, tmp_path):
     ranks(2)(trace_on_one_core, tmp_path / "run.json")
     trace = TraceFile(tmp_path / "run.json")
     for rank in range(2):
-        for call in trace.spans("collective", rank):
+        calls = trace.spans("collective", rank)
+        assert len(calls) == 5
+        for call in calls:
             tiles = [
                 e
                 for e in trace.spans("chunk", rank)

@@ -244,7 +244,9 @@ def test_the_fatbin_has_every_kernel_without_spills() -> None:
 @pytest.mark.skipif(not peer.FATBIN.exists(), reason="built without nvcc")
 def test_the_fatbin_has_16_byte_accesses_and_flags_at_system_scope() -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        for sass in cuobjdump("-sass", "-fun", kernel_name(dtype)).split("Function :")[1:]:
+        functions = cuobjdump("-sass", "-fun", kernel_name(dtype)).split("Function :")[1:]
+        assert functions
+        for sass in functions:
             names = set(re.findall(r"\b(?:LD|ST)[GL]?\.[A-Z0-9.]*", sass))
             assert {"LD.E.128", "ST.E.128", "LDG.E.64.STRONG.SYS", "STG.E.64.STRONG.SYS"} <= names
             assert not any(name.startswith(("LDL", "STL")) for name in names)
