@@ -13,6 +13,7 @@ from ringdp import Communicator, Work
 from ringdp.comm.call import named, place
 from ringdp.comm.job import CallSpec, Job
 from ringdp.schedule import Schedule
+from tests.equal import equal
 from tests.ranks import on_ranks
 from tests.transport.test_conformance import star
 
@@ -148,7 +149,7 @@ def test_repeated_calls_of_each_algorithm_have_the_same_bits(comm: Communicator,
                 comm.all_to_all(turned, x, algorithm="pairwise", async_op=later).wait()
                 found = [part.clone(), sums, gathered, turned]
                 before = first.setdefault((algorithm, x.data_ptr()), found)
-                assert all(map(torch.equal, found, before))
+                assert equal(found, before)
                 assert torch.allclose(gathered, sums, atol=1e-5)
                 comm.all_to_all(whole, x)
                 assert torch.equal(turned, whole)

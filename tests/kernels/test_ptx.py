@@ -73,7 +73,7 @@ def test_flatten_and_unflatten(source: torch.dtype, target: torch.dtype, skip: i
         assert same_but_nan(got, want)
         unflatten_torch(want, wanted, scale, offsets)
         unflatten_triton(want, back, scale, offsets)
-        assert all(map(same_but_nan, back, wanted))
+        assert all(same_but_nan(a, b) for a, b in zip(back, wanted, strict=True))
 
 
 @pytest.mark.parametrize("elems", SHORT)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import ringdp
 from ringdp import Communicator
 from ringdp.parallel.unit import State
+from tests.equal import equal
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
@@ -96,10 +97,6 @@ def train(comm: Communicator, stage: int, optimizer: str = "AdamW", **options: A
         return Run(losses, gradients, parameters, memory, formula, sent, engine.traffic_formula())
     finally:
         engine.close()
-
-
-def equal(a: list[Tensor], b: list[Tensor]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import ringdp
 from ringdp import Communicator, Offload, Precision, UsageError
+from tests.equal import equal
 from tests.parallel.small import WIDTH, assert_equal, batch, loss, with_and_without_precision
 from tests.ranks import on_ranks
 
@@ -149,7 +150,7 @@ def test_autograd_grad_of_a_forwards_weights_is_local(
     loss(model).backward()
     before = left()
     take()
-    assert all(map(torch.equal, left(), before))
+    assert equal(left(), before)
     engine.close()
 
 

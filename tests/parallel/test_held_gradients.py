@@ -11,6 +11,7 @@ from torch import Tensor
 
 import ringdp
 from ringdp import Communicator, Offload
+from tests.equal import equal
 from tests.parallel.small import COMPUTE_IN_FLOAT64, REFERENCES, loss, net
 from tests.ranks import on_ranks
 
@@ -45,7 +46,7 @@ def test_gradients_that_are_referenced_keep_their_values(
     for hold in REFERENCES:
         for clear in (model.zero_grad, clear_some):
             model.zero_grad()
-            assert all(map(torch.equal, gradients(0), first))
+            assert equal(gradients(0), first)
             kept = [hold(p) for p in parameters[::2]]
             copied = [torch.as_tensor(t).clone() for t in kept]
             clear()
@@ -53,7 +54,7 @@ def test_gradients_that_are_referenced_keep_their_values(
             if clear is clear_some:
                 expected[1::2] = map(torch.add, first[1::2], second[1::2])
             torch.testing.assert_close(gradients(1), expected)
-            assert all(map(torch.equal, map(torch.as_tensor, kept), copied))
+            assert equal(map(torch.as_tensor, kept), copied)
             del kept
     memory = [u.gradients.reduced.data_ptr() for u in engine.units]
     for seed in range(3):  # without such references no other memory is allocated

@@ -13,8 +13,9 @@ import ringdp
 from ringdp import Communicator
 from ringdp.transport.store import status
 from tests.comm.failing import Caught, catch, until_failed
+from tests.equal import equal
 from tests.forks import CALL_TIMEOUT
-from tests.parallel.test_engine import equal, train
+from tests.parallel.test_engine import train
 from tests.ranks import on_ranks
 from tests.transport.device_bodies import Trained, ddp, train_clipped
 from tests.transport.nccl.faults import only_with_host_nccl

@@ -3,7 +3,7 @@ test_parity."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from inspect import signature
 from typing import Any, NamedTuple
@@ -322,10 +322,6 @@ def train(case: Case, wrap: Wrap, rank: int) -> tuple[list[Tensor | None], list[
 
 def gradients(net: nn.Module) -> list[Tensor]:
     return [p.grad.clone() for p in net.parameters() if p.grad is not None]
-
-
-def equal(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def backward(net: nn.Module, step: int, rank: int) -> list[Tensor]:

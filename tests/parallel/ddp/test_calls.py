@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 from ringdp import Communicator, DistributedDataParallel, UsageError
+from tests.equal import equal
 from tests.parallel.ddp.cases import (
     CNN,
     UNUSED,
@@ -23,7 +24,6 @@ from tests.parallel.ddp.cases import (
     Outputs,
     Wrap,
     backward,
-    equal,
     error_text,
     gloo,
     gradients,

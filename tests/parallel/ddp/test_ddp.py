@@ -18,13 +18,13 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from ringdp import Communicator, DistributedDataParallel
 from ringdp.parallel.ddp.bucketing import Gradient, assign
+from tests.equal import equal
 from tests.parallel.ddp.cases import (
     TORCHS,
     WIDTH,
     Branches,
     Transformer,
     backward,
-    equal,
     gloo,
     gradients,
     loss,

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ringdp import Communicator, DistributedDataParallel
 from ringdp.parallel.values.tensor_tree import map_tensors, tensors
+from tests.equal import equal
 from tests.parallel.ddp.cases import (
     STATIC,
     TINY,
@@ -22,7 +23,6 @@ from tests.parallel.ddp.cases import (
     Branches,
     Wrap,
     backward,
-    equal,
     error_text,
     gloo,
     gradients,

@@ -12,12 +12,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from ringdp import Communicator, DistributedDataParallel, SyncBatchNorm, UsageError
 from ringdp.comm import rendezvous
+from tests.equal import equal
 from tests.parallel.ddp.cases import (
     TORCHS,
     WIDTH,
     Wrap,
     backward,
-    equal,
     error_text,
     gloo,
     gradients,

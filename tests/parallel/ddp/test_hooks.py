@@ -14,11 +14,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from ringdp import Communicator, DistributedDataParallel
+from tests.equal import equal
 from tests.parallel.ddp.cases import (
     TORCHS,
     WIDTH,
     backward,
-    equal,
     error_text,
     gloo,
     mlp,

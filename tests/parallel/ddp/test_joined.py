@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
 from ringdp import Communicator, DistributedDataParallel
-from tests.parallel.ddp.cases import WIDTH, Branches, equal, gloo, gradients, loss, mlp, rows
+from tests.equal import equal
+from tests.parallel.ddp.cases import WIDTH, Branches, gloo, gradients, loss, mlp, rows
 
 pytestmark = pytest.mark.process
 

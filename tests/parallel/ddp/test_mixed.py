@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from ringdp import Communicator, DistributedDataParallel, UsageError
+from tests.equal import equal
 from tests.parallel.ddp.cases import (
     CASES,
     TORCHS,
     WIDTH,
     Transformer,
-    equal,
     error_text,
     gloo,
     loss,

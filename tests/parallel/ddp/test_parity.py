@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import ringdp
 from ringdp import Communicator
-from tests.parallel.ddp.cases import CASES, TORCHS, WIDTH, backward, equal, gloo, train
+from tests.equal import equal
+from tests.parallel.ddp.cases import CASES, TORCHS, WIDTH, backward, gloo, train
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process

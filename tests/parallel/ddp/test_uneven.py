@@ -11,12 +11,12 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from ringdp import Communicator, DistributedDataParallel
+from tests.equal import equal
 from tests.parallel.ddp.cases import (
     TORCHS,
     Branches,
     Wrap,
     backward,
-    equal,
     error_text,
     gloo,
     gradients,

@@ -13,6 +13,7 @@ import ringdp
 from ringdp import UsageError
 from ringdp.parallel import fronts
 from ringdp.parallel.fronts.deepspeed_config import AUTO, KEYS, read
+from tests.equal import equal
 from tests.parallel.fronts.test_initialize import ADAM, NAMED, SIZED, falling, train
 from tests.parallel.small import batch, net
 
@@ -206,4 +207,4 @@ def test_errors_of_user_code_leave_the_model_unchanged():
     for given in ({"optimizer": raises}, {"lr_scheduler": raises}):
         with pytest.raises(KeyError, match="mine"):
             fronts.initialize(model=model, config=config, comm=comm, **given)
-        assert all(map(torch.equal, model.parameters(), before))
+        assert equal(model.parameters(), before)

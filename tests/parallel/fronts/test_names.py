@@ -16,6 +16,7 @@ import ringdp
 from ringdp import CheckpointError, Communicator, UsageError
 from ringdp.parallel import fronts
 from ringdp.parallel.fronts import deepspeed_engine, fsdp, fsdp2
+from tests.equal import equal
 from tests.parallel.small import batch, net, whole_parameters
 from tests.ranks import on_ranks
 
@@ -80,9 +81,9 @@ def test_deepspeeds_engine_methods_and_checkpoints_work(comm: Communicator, tmp_
         # gradients left over from before the load
         other.backward(other(batch(0)).float().square().mean())
         assert other.load_checkpoint(tmp_path, tag) == (str(tmp_path / found), state)
-        assert all(map(torch.equal, whole_parameters(other.engine), saved))
+        assert equal(whole_parameters(other.engine), saved)
         assert other.global_steps == 2
-        assert all(map(torch.equal, steps(other, 2, 3), expected))
+        assert equal(steps(other, 2, 3), expected)
         assert other.scaler.current == 32
         other.engine.close()
     assert (tmp_path / "latest").read_text(encoding="utf-8") == "named"
@@ -108,7 +109,7 @@ def test_checkpoint_arguments_mean_the_same_as_deepspeeds(
     scheduled.load_checkpoint(
         tmp_path, "aside", load_optimizer_states=False, load_lr_scheduler_states=False
     )
-    assert all(map(torch.equal, whole_parameters(scheduled.engine), saved))
+    assert equal(whole_parameters(scheduled.engine), saved)
     assert (scheduled.scaler.current, scheduled.lr_scheduler.last_epoch) == (16, 0)
     assert not scheduled.optimizer.state
     assert scheduled.get_lr() == scheduled.lr_scheduler.base_lrs

@@ -11,6 +11,7 @@ from torch import Tensor
 import ringdp
 from ringdp import Communicator
 from ringdp.parallel import fronts
+from tests.equal import equal
 from tests.parallel.small import loss, net
 from tests.ranks import on_ranks
 
@@ -50,4 +51,4 @@ def test_counts_in_parameter_groups_are_kept(comm: Communicator) -> None:
         assert optimizer.param_groups[0]["k"] == 3
         assert optimizer.param_groups[0]["lr"] == 0.1 / 8
         weights.append([p.detach() for p in model.parameters()])
-    assert all(map(torch.equal, *weights))
+    assert equal(*weights)

@@ -14,6 +14,7 @@ from torch.distributed import optim as torchs
 import ringdp
 from ringdp import Communicator
 from ringdp.parallel import fronts
+from tests.equal import equal
 from tests.parallel.ddp.cases import gloo
 from tests.parallel.small import net, step
 from tests.ranks import on_ranks
@@ -64,4 +65,4 @@ def test_states_are_saved_and_loaded_as_torchs(comm: Communicator, kind: Any) ->
         assert list(ours["state"]) == list(theirs["state"])
         torch.testing.assert_close(ours["state"], theirs["state"])
         assert ours["param_groups"] == theirs["param_groups"]
-        assert all(map(torch.equal, weights, exact))
+        assert equal(weights, exact)

@@ -10,6 +10,7 @@ from torch import nn
 
 import ringdp
 from ringdp import Communicator, LossScaler, Precision
+from tests.equal import equal
 from tests.parallel.small import batch, net
 from tests.ranks import on_ranks
 
@@ -126,7 +127,7 @@ def test_scaling_by_powers_of_two_is_exact(comm: Communicator) -> None:
         scaler.step(optimizer)
         out.append([p.detach().clone() for p in model.parameters()])
         engine.close()
-    assert all(map(torch.equal, *out))
+    assert equal(*out)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import ringdp
 from ringdp import Communicator, Engine, UsageError
+from tests.equal import equal
 from tests.parallel.small import COMPUTE_IN_FLOAT64
 from tests.ranks import on_ranks
 
@@ -204,7 +205,7 @@ def test_a_unit_may_compute_in_a_thread(comm: Communicator, stage: int) -> None:
     net, twin = (nn.Sequential(*(InAThread() for _ in range(3))) for _ in range(2))
     twin.load_state_dict(net.state_dict())
     engine = ringdp.shard(net, stage=stage, unit=InAThread, comm=comm)
-    assert all(map(torch.equal, train(net), train(twin)))
+    assert equal(train(net), train(twin))
     engine.close()
 
 
@@ -334,5 +335,5 @@ def test_a_unit_may_return_what_another_has_left(comm: Communicator, stage: int)
     """It is an output of the units that had it first: no other's backward begins there."""
     net, twin = nested(), nested()
     engine = ringdp.shard(net, stage=stage, unit=(Leaves, ReturnsLeft), comm=comm)
-    assert all(map(torch.equal, train(net), train(twin)))
+    assert equal(train(net), train(twin))
     engine.close()
