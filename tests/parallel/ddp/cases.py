@@ -3,9 +3,11 @@ test_parity."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from inspect import signature
+from itertools import count
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,6 +18,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from ringdp import DistributedDataParallel, ModelError
+from tests.forks import store
 
 WIDTH, ROWS = 12, 6
 
@@ -280,12 +283,18 @@ TORCHS = nn.parallel.DistributedDataParallel
 if not (NAMES_SYNCS := "forward_sync_buffers" in signature(TORCHS).parameters):
     del CASES["cnn, evaluated before backward"]
 STEPS = 4
+GROUPS = count()  # the groups that this rank has made
 
 
 def gloo() -> None:
-    """Makes gloo torch's default group over the pool's ranks, unless there is one."""
+    """Makes gloo torch's default group over the pool's ranks, unless there is one.
+
+    Each time with keys of its own: those of a group that was destroyed have its addresses.
+    """
     if not dist.is_initialized():
-        dist.init_process_group("gloo")
+        rank, size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+        part = dist.PrefixStore(f"gloo/{next(GROUPS)}", store())
+        dist.init_process_group("gloo", store=part, rank=rank, world_size=size)
 
 
 def ours_and_torchs(found: Callable[[Wrap], Any]) -> tuple[Any, Any]:
