@@ -175,7 +175,7 @@ def test_a_model_in_16_bits_is_stepped_in_32(comm: Communicator, section: str) -
         found.append(train(engine, 0, 1, 2))
         engine.engine.close()
     assert {p.dtype for p in found[0]} == {torch.float32}
-    assert all(map(torch.equal, *found))
+    assert equal(*found)
 
 
 @on_ranks(2)
