@@ -19,36 +19,43 @@ class Pool:
     def __init__(self) -> None:
         self._kept: list[torch.UntypedStorage] = []
 
-    @torch.inference_mode(False)  # its values may come outside of it
-    def fill(self, tensor: torch.Tensor, size: int) -> torch.Tensor:
-        """A flat tensor of `size` uninitialized bytes, for `tensor`, whose storage is empty. Views
-        of `tensor` see them from `show` on; where storages do not swap memory, at once."""
+    def fill(self, storage: torch.UntypedStorage, size: int) -> None:
+        """Give an empty storage `size` uninitialized bytes."""
         for at, kept in enumerate(self._kept):
             if kept.nbytes() == size:
-                return tensor.new_empty(0).set_(self._kept.pop(at))
+                _swap(storage, self._kept.pop(at))
+                return
         self.let_go()
-        storage = tensor.untyped_storage()
-        if _swaps(storage):
-            storage = torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
         storage.resize_(size)
-        return tensor.new_empty(0).set_(storage)
-
-    def show(self, filled: torch.Tensor, tensor: torch.Tensor) -> None:
-        """`tensor` gets the memory of what `fill` returned for it."""
-        if _swaps(tensor.untyped_storage()):
-            _swap(tensor.untyped_storage(), filled.untyped_storage())
 
     def let_go(self) -> None:
         self._kept.clear()
 
     def empty(self, storage: torch.UntypedStorage) -> None:
-        """Take a storage's memory. Tensors that view it see what `show` gives it next."""
+        """Take a storage's memory. Tensors that view it see what it is given next."""
         if not _swaps(storage):
             storage.resize_(0)
             return
         kept = torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
         _swap(storage, kept)
         self._kept.append(kept)
+
+
+def beside(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor to `fill` for `tensor`, with empty memory of its own until `show`; where storages do
+    not swap memory, with that of `tensor`."""
+    if not _swaps(tensor.untyped_storage()):
+        return tensor.data
+    with torch.inference_mode(False):
+        made = torch.empty_like(tensor)
+    made.untyped_storage().resize_(0)
+    return made
+
+
+def show(filled: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Give `tensor`, which is empty, the memory of what was made beside it."""
+    if filled.data_ptr() != tensor.data_ptr():
+        _swap(tensor.untyped_storage(), filled.untyped_storage())
 
 
 def _swaps(storage: torch.UntypedStorage) -> bool:

@@ -26,6 +26,7 @@ from ringdp.parallel.guards.computed import (
     set_data,
 )
 from ringdp.parallel.offload import Offload
+from ringdp.parallel.pool import beside, show
 from ringdp.parallel.stages import Keep, Stage
 from ringdp.parallel.units import UnitSpec
 
@@ -125,11 +126,11 @@ class FlatUnit:
         self.followed = list[int]()  # the masters' versions that `computed` has the values of
         self.versions = list[int]()  # see `lost`
         self.work: Work | None = None
-        self.coming = torch.empty(0)  # what `work` fills in stage 3
         self.reader: torch.cuda.Stream | None = None  # copies the master from the host
         self._settle_in(self.views if self.static else self.rest)
         if not self.static:
             if self.freed:
+                self.coming = beside(self.full)  # what `work` fills
                 ledger.take("gathered", self.bytes)
             self.reshard()
 
@@ -142,10 +143,12 @@ class FlatUnit:
         """SHARDED -> GATHERING: start the all_gather. Collective."""
         assert self.state is State.SHARDED
         self.settle()
-        full = self.full.data  # whose writes do not invalidate views that autograd has saved
         if self.freed:
+            full = self.coming
             self.ledger.take("gathered", self.bytes)
-            full = self.coming = self.ledger.pool.fill(full, self.bytes)
+            self.ledger.pool.fill(full.untyped_storage(), self.bytes)
+        else:
+            full = self.full.data  # whose writes do not invalidate views that autograd has saved
         shard = full[self.cut.part] if self.offload.parameters else self.shard
         if not self.slices:
             full.copy_(self.master)
@@ -167,7 +170,7 @@ class FlatUnit:
             self.work.wait()
             self.work = None
             if self.freed:
-                self.ledger.pool.show(self.coming, self.full)
+                show(self.coming, self.full)
         kind: type[nn.Parameter] = GatheredParam if self.freed else WholeParam
         if self.apart:
             kind = resting.ShardedParam if self.slices else resting.RestingParam
@@ -323,7 +326,7 @@ class FlatUnit:
         if not self.full.untyped_storage().resizable():  # a numpy array shares it
             with torch.inference_mode(False):
                 self.full = torch.empty_like(self.full)
-            self.views = self.cut.whole(self.full)
+            self.views, self.coming = self.cut.whole(self.full), beside(self.full)
         self.ledger.pool.empty(self.full.untyped_storage())
 
     def _point(self, parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import ringdp
 from ringdp import Communicator
-from ringdp.parallel.pool import _SWAPS, Pool
+from ringdp.parallel.pool import _SWAPS, Pool, beside, show
 from tests.parallel.loop_models import batch, block, loss
 from tests.ranks import on_ranks
 
@@ -20,7 +20,7 @@ BYTES = 1 << 20
 
 def fill(pool: Pool, size: int = BYTES) -> torch.Tensor:
     tensor = torch.empty(0, dtype=torch.uint8)
-    pool.show(pool.fill(tensor, size), tensor)
+    pool.fill(tensor.untyped_storage(), size)
     return tensor.set_(tensor.untyped_storage(), 0, (size,))
 
 
@@ -40,8 +40,8 @@ def test_views_of_a_refilled_storage_see_its_new_values() -> None:
     view = tensor[8:16]
     pool.empty(tensor.untyped_storage())
     assert tensor.untyped_storage().nbytes() == 0
-    filled = pool.fill(tensor, BYTES).fill_(3)
-    pool.show(filled, tensor)
+    pool.fill(tensor.untyped_storage(), BYTES)
+    tensor.fill_(3)
     assert view.tolist() == [3] * 8
 
 
@@ -49,11 +49,15 @@ def test_views_of_a_refilled_storage_see_its_new_values() -> None:
 def test_views_see_no_memory_before_it_is_shown() -> None:
     pool = Pool()
     tensor = fill(pool)
-    for _ in range(2):  # with memory that is reused, and with new one
+    coming = beside(tensor)
+    for value in range(2):  # with memory that is reused, and with new one
         pool.empty(tensor.untyped_storage())
-        filled = pool.fill(tensor, BYTES)
+        pool.fill(coming.untyped_storage(), BYTES)
+        coming.fill_(value)
         assert tensor.untyped_storage().nbytes() == 0
-        pool.show(filled, tensor)
+        show(coming, tensor)
+        assert (tensor == value).all()
+        assert coming.untyped_storage().nbytes() == 0
         pool.let_go()
 
 
