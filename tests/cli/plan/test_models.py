@@ -76,7 +76,7 @@ def test_scaling_keeps_the_layout():
         ),
         (f"{HERE}:empty", "empty() made no parameter of any element; allowed: some"),
         (f"{HERE}:number", "number() returned int; allowed: a torch.nn.Module"),
-        (f"{HERE}:lazy", "parameter weight has no shape yet"),
+        (f"{HERE}:lazy", "weight has no shape yet; give its lazy module a batch first"),
         (f"{HERE}:needs", "needs() raised TypeError: needs() missing 1 required positional arg"),
         (f"{HERE}:raising", "raising() raised KeyError: 'no such shape' (line 40)"),
     ],
