@@ -149,7 +149,7 @@ class VirtualRanks:
         if not found:
             return
         # A rank that was stopped knows less than the rank that stopped it.
-        faults = [(rank, jobs.failed(word)) for rank, word in found]
+        faults = [(rank, jobs.decoded(word)) for rank, word in found]
         rank, (fault, peer, channel, turn) = min(faults, key=lambda f: f[1].fault == Fault.STOPPED)
         where = f"in round {turn}, channel {channel}, of launch {self._number}"
         if fault == Fault.TIMEOUT:

@@ -37,8 +37,8 @@ class Fault(IntEnum):
     STOPPED = 3  # a peer failed first
 
 
-class Failed(NamedTuple):
-    """A rank's failure word, decoded (csrc's Channel::fail). `peer` is the rank at fault."""
+class FailureWord(NamedTuple):
+    """A rank's failure word (csrc's Channel::fail). `peer` is the rank at fault."""
 
     fault: Fault
     peer: int
@@ -46,10 +46,10 @@ class Failed(NamedTuple):
     round: int
 
 
-def failed(word: int) -> Failed:
+def decoded(word: int) -> FailureWord:
     """Decode a failure word, which is not 0."""
     fault, *where = (word >> shift & 0xFFFF for shift in (0, 16, 32, 48))
-    return Failed(Fault(fault), *where)
+    return FailureWord(Fault(fault), *where)
 
 
 class Shape(NamedTuple):

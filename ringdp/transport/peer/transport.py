@@ -159,7 +159,7 @@ class PeerTransport(DeviceTransport):
     def _check_health(self) -> None:
         if not (word := int(self._failure)):
             return
-        found = jobs.failed(word)
+        found = jobs.decoded(word)
         if found.fault is Fault.STOPPED:  # wait for the rank that stopped us to report why
             self._failures.changed.wait_for(lambda: self._failures.failure, in_flight.PATIENCE)
         raise Failed(FAULTS[found.fault], self.rank if found.fault is Fault.TIMEOUT else found.peer)
