@@ -16,21 +16,13 @@ from typing import NoReturn
 
 from ringdp.comm.call import ANY_RANK, MESSAGES, collective_of, describe, dtype_of, peer_of, tag_of
 from ringdp.comm.table import missing, table
-from ringdp.errors import CollectiveMismatch, CollectiveTimeout, CommunicationError, PeerLost
-from ringdp.transport.base import MESSAGE, Failure, FailureKind, Stamp, Transport
+from ringdp.errors import CollectiveTimeout, CommunicationError
+from ringdp.transport.base import ERRORS, MESSAGE, Failure, FailureKind, Stamp, Transport
 from ringdp.transport.records import CALLS, SILENT, Call, Observed
 from ringdp.transport.store.processes import has_ended, process_state
 
 log = logging.getLogger("ringdp")
 
-ERRORS: dict[FailureKind, type[CommunicationError]] = {
-    FailureKind.LOST: PeerLost,
-    FailureKind.ABORTED: PeerLost,
-    FailureKind.TIMEOUT: CollectiveTimeout,
-    FailureKind.MISMATCH: CollectiveMismatch,
-    FailureKind.STOPPED: CommunicationError,
-    FailureKind.DAMAGED: CommunicationError,
-}
 UNEVEN = {"all_to_all_v"}  # their lengths may differ between ranks
 
 
@@ -125,24 +117,17 @@ class Guard:
         if failure.kind is FailureKind.MISMATCH:
             text = _disagreement(failure, seen, self.units)
         else:
-            text = f"{self._waits(call)}; {self._cause(call, failure, seen)}"
+            more = self._more(call, failure, seen)
+            text = f"{self._waits(call)}; {failure.cause}{more}"
         return ERRORS[failure.kind](f"{text}\n{table(seen)}")
 
-    def _cause(self, call: Call, failure: Failure, seen: Observed) -> str:
-        who = f"rank {failure.rank}"
-        match failure.kind:
-            case FailureKind.LOST:
-                record = seen.record(failure.rank)
-                why = process_state(record.pid) if record else ""
-                return f"{who} has ended" + f" ({why})" * bool(why)
-            case FailureKind.ABORTED:
-                return f"{who} has aborted" + f" ({failure.why})" * bool(failure.why)
-            case FailureKind.TIMEOUT:
-                return f"{who} gave up waiting; {self._missing(call, seen)}"
-            case FailureKind.STOPPED:
-                return "its communicator was closed"
-            case _:
-                return "what the ranks tell one another is damaged"
+    def _more(self, call: Call, failure: Failure, seen: Observed) -> str:
+        """What the ranks' records add to the cause."""
+        if failure.kind is FailureKind.TIMEOUT:
+            return f"; {self._missing(call, seen)}"
+        record = seen.record(failure.rank) if failure.kind is FailureKind.LOST else None
+        state = process_state(record.pid) if record else ""
+        return f" ({state})" * bool(state)
 
     def _table(self, seen: Observed) -> str:
         duplicates = [t.survey() for t in list(self.duplicates) if t is not self.transport]

@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 
 from ringdp._core import Ready
-from ringdp.errors import UsageError
+from ringdp.errors import (
+    CollectiveMismatch,
+    CollectiveTimeout,
+    CommunicationError,
+    PeerLost,
+    UsageError,
+)
 from ringdp.schedule.program import Program
 from ringdp.transport.arena import Arena
 from ringdp.transport.bounds import Bounds
@@ -60,6 +66,15 @@ class FailureKind(Enum):
     DAMAGED = 6
 
 
+ERRORS: dict[FailureKind, type[CommunicationError]] = {
+    FailureKind.LOST: PeerLost,
+    FailureKind.ABORTED: PeerLost,
+    FailureKind.TIMEOUT: CollectiveTimeout,
+    FailureKind.MISMATCH: CollectiveMismatch,
+    FailureKind.STOPPED: CommunicationError,
+    FailureKind.DAMAGED: CommunicationError,
+}
+
 MESSAGE = (1 << 64) - 1  # stands for the collective's number in the stamp of a send or recv
 Stamp = tuple[int, int, int]  # of a message: its collective's number and digest, its bytes
 STAMP_BYTES = 3 * 8
@@ -93,6 +108,23 @@ class Failure(NamedTuple):
     expected: Stamp = NOTHING
     found: Stamp = NOTHING
     why: str = ""  # the error text of the library that failed
+
+    @property
+    def cause(self) -> str:
+        """What happened, for an error's text."""
+        match self.kind:
+            case FailureKind.LOST:
+                return f"rank {self.rank} has ended"
+            case FailureKind.ABORTED:
+                return f"rank {self.rank} has aborted" + f" ({self.why})" * bool(self.why)
+            case FailureKind.TIMEOUT:
+                return f"rank {self.rank} gave up waiting"
+            case FailureKind.MISMATCH:
+                return f"rank {self.rank} made another call"
+            case FailureKind.STOPPED:
+                return "its communicator was closed"
+            case FailureKind.DAMAGED:
+                return "what the ranks tell one another is damaged"
 
 
 class Link(NamedTuple):

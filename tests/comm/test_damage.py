@@ -155,7 +155,9 @@ def test_a_rank_refuses_a_malformed_address(address_text, message):
 def test_a_malformed_failure_in_the_store_is_an_error():
     store = store_with_address(address(1, 2, 3))
     store.set("failed", "1 7")
-    with pytest.raises(CommunicationError, match="its store holds a malformed failure") as error:
+    with pytest.raises(
+        CommunicationError, match="; what the ranks tell one another is damaged"
+    ) as error:
         connect(store, 1, 2)
     assert error.type is CommunicationError
 

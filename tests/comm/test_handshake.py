@@ -101,7 +101,7 @@ def test_a_rank_that_ends_or_fails_during_the_handshake_is_named(
 ):
     ended = forks(3, fail_during_handshake, transport, victim, dies)
     assert ended.pop(victim).code == (-signal.SIGKILL if dies else 0)
-    why = "has ended" if dies else r"has given up \(.*no shared memory here\)"
+    why = "has ended" if dies else r"has aborted \(.*no shared memory here\)"
     for code, ((error, text),) in ended:
         assert (code, error) == (0, "PeerLost")
         assert re.search(f"rank {victim} {why}", text), text
@@ -253,7 +253,7 @@ def test_a_rank_without_a_free_descriptor_is_named(forks: Forks):
     forked = forks(2, duplicate_without_a_descriptor)
     (_, ((there, why, seconds),)), (_, ((here, _, _),)) = forked
     assert (there, here) == ("PeerLost", "CommunicationError")
-    assert re.search(r"rank 1 has given up \(.*Too many open files", why)
+    assert re.search(r"rank 1 has aborted \(.*Too many open files", why)
     assert seconds < ALLOWED
 
 
@@ -274,7 +274,7 @@ def fail_to_create_the_transport(comm: Communicator, report: Report) -> None:
 def test_a_failure_after_the_ranks_have_connected_is_named(forks: Forks):
     (_, ((there, why, seconds),)), (_, ((here, _, _),)) = forks(2, fail_to_create_the_transport)
     assert (there, here) == ("PeerLost", "CommunicationError")
-    assert re.search(r"rank 1 has (aborted|given up) \(.*Too many open files\)", why)
+    assert re.search(r"rank 1 has aborted \(.*Too many open files\)", why)
     assert seconds < ALLOWED
 
 

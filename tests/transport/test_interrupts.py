@@ -96,7 +96,7 @@ def interrupt_an_agreement(comm: Communicator) -> None:
         with pytest.raises(KeyboardInterrupt):
             comm._agreed(agree, torch.zeros(1))
     else:
-        with pytest.raises(PeerLost, match="rank 0 has given up"):
+        with pytest.raises(PeerLost, match="rank 0 has aborted"):
             comm.duplicate()
     with pytest.raises(PeerLost):
         comm.barrier()

@@ -20,9 +20,9 @@ from typing import NamedTuple, TypeVar
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
-from ringdp.errors import CollectiveTimeout, CommunicationError, PeerLost, UsageError
+from ringdp.errors import CollectiveTimeout, CommunicationError, UsageError
 from ringdp.transport import threads
-from ringdp.transport.base import Failure, FailureKind
+from ringdp.transport.base import ERRORS, Failure, FailureKind
 from ringdp.transport.store.client import PATIENCE, StoreClient, StoreSilent
 from ringdp.transport.store.failures import LAST_LOOKS, LOOK, Failures
 from ringdp.transport.store.processes import has_ended, introduce, pid_of
@@ -161,19 +161,7 @@ class Handshake:
             self._failures.fail(FailureKind.LOST, rank)
         self._failures.poll()
         if failure := self._failures.failure or self._places.failed():
-            raise self._error(failure)
-
-    def _error(self, failure: Failure) -> CommunicationError:
-        match failure.kind:
-            case FailureKind.LOST:
-                return PeerLost(f"{self._here()}; rank {failure.rank} has ended")
-            case FailureKind.TIMEOUT:
-                return CollectiveTimeout(f"{self._here()}; rank {failure.rank} gave up waiting")
-            case FailureKind.DAMAGED:
-                return CommunicationError(f"{self._here()}; its store holds a malformed failure")
-            case _:
-                why = f" ({failure.why})" * bool(failure.why)
-                return PeerLost(f"{self._here()}; rank {failure.rank} has given up{why}")
+            raise ERRORS[failure.kind](f"{self._here()}; {failure.cause}")
 
     def _here(self) -> str:
         return f"rank {self.rank} of {self.ranks} waited to make a communicator"
