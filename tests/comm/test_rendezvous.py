@@ -27,6 +27,8 @@ pytestmark = pytest.mark.process
 @on_ranks(3)
 def test_torch_groups_may_reuse_a_name_for_other_ranks(comm: Communicator) -> None:
     """torch numbers its groups, and starts again after destroy_process_group."""
+    if dist.is_initialized():  # left initialized by an earlier test
+        dist.destroy_process_group()
     for phase, members in enumerate(([0, 1], [1, 2])):
         part = dist.PrefixStore(f"groups/{comm.issued}/{phase}", comm._connect.store)
         dist.init_process_group("gloo", store=part, rank=comm.rank, world_size=comm.size)
