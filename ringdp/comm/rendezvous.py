@@ -173,10 +173,11 @@ def _await_group(group: ProcessGroup, store: Store) -> None:
         raise
     except RuntimeError as e:
         missing = [r for r in range(ranks) if store.add(f"{ranks}/came/{r}", 0) < came]
+        late = f"of its ranks, {', '.join(map(str, missing))} had not come"
         error = CollectiveTimeout if "imed out" in str(e) else PeerLost  # torch: one type for both
         raise error(
-            f"rank {rank} of {ranks} waited to make a communicator over {group.group_name!r}; of "
-            f"its ranks, {', '.join(map(str, missing)) or 'none'} had not come: {e}"
+            f"rank {rank} of {ranks} waited to make a communicator over {group.group_name!r}; "
+            f"{late if missing else 'all its ranks had come, but one was late or has left'}: {e}"
         ) from e
 
 

@@ -188,6 +188,8 @@ def communicator_over_a_group_with_a_missing_rank(
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5))
     if comm.rank == 1:
         kill() if ends else talk.wait(["caught"])
+        with pytest.raises(CommunicationError, match="but one was late or has left"):
+            over(dist.group.WORLD)
         return
     with pytest.raises(CommunicationError) as e:
         over(dist.group.WORLD)
@@ -197,8 +199,10 @@ def communicator_over_a_group_with_a_missing_rank(
 
 @pytest.mark.parametrize(("ends", "error"), [(True, "PeerLost"), (False, "CollectiveTimeout")])
 def test_the_missing_rank_of_a_group_is_named(forks: Forks, ends: bool, error: str):
-    (code, ((found, text),)), _ = forks(2, communicator_over_a_group_with_a_missing_rank, ends)
-    assert (code, found) == (0, error)
+    here, there = forks(2, communicator_over_a_group_with_a_missing_rank, ends)
+    assert (here.code, there.code) == (0, -signal.SIGKILL if ends else 0)
+    ((found, text),) = here.reported
+    assert found == error
     assert "of its ranks, 1 had not come" in text
 
 
