@@ -58,6 +58,7 @@ class FlatUnit:
     """The flat buffers behind one unit's parameters.
 
     full      [padded] in the compute dtype: what is gathered, of which `views` are the parameters
+    coming    stage 3: what an all_gather fills, whose memory `full` gets; see below
     shard     [shard] in the compute dtype: what this rank contributes to the gather; not used if
               parameters are offloaded
     master    [shard] (stage 0: [padded]) in the master dtype: what the optimizer steps

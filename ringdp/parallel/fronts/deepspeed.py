@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from ringdp.parallel.offload import Offload
 from ringdp.parallel.optimizer.scaler import LossScaler
 from ringdp.parallel.precision import ModuleRule, Precision
 from ringdp.parallel.refuse import checked_module, refuse
+from ringdp.parallel.units import find_units
 
 PORT = 29500  # DeepSpeed's default
 
@@ -82,38 +84,58 @@ def initialize(
     lr_scheduler = named or lr_scheduler
     _check_scheduler(lr_scheduler, optimizer)
     loader = _loader(training_data, batches.micro, collate_fn, comm)
-    for p in model.parameters() if param else ():
-        if p.dtype.itemsize == 2 and p.is_floating_point():
-            p.data = p.data.float()  # what the optimizer steps
-    engine = shard(
-        model,
-        stage=zero["stage"],
-        unit=unit if unit is not None or not sizes else min(sizes),
-        precision=Precision(param, configs.DTYPES.get(settings["communication_data_type"])),
-        offload=Offload(
-            parameters=zero["offload_param"]["device"] == "cpu",
-            optimizer=zero["offload_optimizer"]["device"] == "cpu",
-            pin=zero["offload_param"]["pin_memory"] and zero["offload_optimizer"]["pin_memory"],
-        ),
-        prefetch_bytes=None if prefetch is None else prefetch * itemsize,
-        persist_below=zero["stage3_param_persistence_threshold"],
-        overlap=zero["overlap_comm"],
-        comm=comm,
-    )
-    try:
-        if unit is not None and sizes:
-            _check_buckets(engine, min(sizes))
-        if engine.stage.number == 3 and (live := zero["stage3_max_live_parameters"]) is not None:
-            _bound(engine, live * itemsize)
-        scaler = _scaler(engine, fp16)
-        made = make if isinstance(make, Optimizer) else make(groups)
-        scheduler = lr_scheduler(made) if callable(lr_scheduler) else lr_scheduler
-    except Exception:
-        with engine.full_parameters():
-            engine.close()  # the model is as it was
-        raise
+    with _in_32_bits(model if param else None):
+        engine = shard(
+            model,
+            stage=zero["stage"],
+            unit=unit if unit is not None or not sizes else min(sizes),
+            precision=Precision(param, configs.DTYPES.get(settings["communication_data_type"])),
+            offload=Offload(
+                parameters=zero["offload_param"]["device"] == "cpu",
+                optimizer=zero["offload_optimizer"]["device"] == "cpu",
+                pin=zero["offload_param"]["pin_memory"] and zero["offload_optimizer"]["pin_memory"],
+            ),
+            prefetch_bytes=None if prefetch is None else prefetch * itemsize,
+            persist_below=zero["stage3_param_persistence_threshold"],
+            overlap=zero["overlap_comm"],
+            comm=comm,
+        )
+        try:
+            if unit is not None and sizes:
+                _check_buckets(engine, min(sizes))
+            if (
+                engine.stage.number == 3
+                and (live := zero["stage3_max_live_parameters"]) is not None
+            ):
+                _bound(engine, live * itemsize)
+            scaler = _scaler(engine, fp16)
+            made = make if isinstance(make, Optimizer) else make(groups)
+            scheduler = lr_scheduler(made) if callable(lr_scheduler) else lr_scheduler
+        except Exception:
+            with engine.full_parameters():
+                engine.close()  # the model is as it was
+            raise
     trainer = DeepSpeedEngine(engine, made, settings, batches, scaler, loader, scheduler)
     return trainer, made, loader, scheduler
+
+
+@contextmanager
+def _in_32_bits(model: nn.Module | None) -> Iterator[None]:
+    """Widen parameters of 16 bits to what the optimizer steps. They are as before if it raises."""
+    halves: dict[nn.Parameter, torch.dtype] = {}
+    for p in model.parameters() if model is not None else ():
+        if p.dtype.itemsize == 2 and p.is_floating_point():
+            halves[p] = p.dtype
+    if model is not None and halves:
+        find_units(model, None)  # refuses parameters that share memory, as widened ones do not
+    try:
+        for p in halves:
+            p.data = p.data.float()
+        yield
+    except BaseException:
+        for p, dtype in halves.items():
+            p.data = p.data.to(dtype)
+        raise
 
 
 def _groups(model: nn.Module, optimizer: Any, parameters: Iterable[Any] | None) -> list[Any]:

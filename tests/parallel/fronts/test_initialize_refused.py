@@ -208,3 +208,22 @@ def test_errors_of_user_code_leave_the_model_unchanged():
         with pytest.raises(KeyError, match="mine"):
             fronts.initialize(model=model, config=config, comm=comm, **given)
         assert equal(model.parameters(), before)
+
+
+def test_errors_leave_a_model_in_16_bits_unchanged():
+    def raises(_: object) -> Any:
+        raise KeyError("mine")
+
+    comm, model, shares = ringdp.init(), *(net().to(torch.bfloat16) for _ in range(2))
+    last = [*shares.parameters()][-1]
+    shares.register_parameter("same", torch.nn.Parameter(last.data))
+    config = NAMED | {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
+    for m, error, message in (
+        (shares, UsageError, "in the same memory"),
+        (model, KeyError, "mine"),
+    ):
+        before = [p.clone() for p in m.parameters()]
+        with pytest.raises(error, match=message):
+            fronts.initialize(model=m, config=config, comm=comm, lr_scheduler=raises)
+        assert equal(m.parameters(), before)
+        assert {p.dtype for p in m.parameters()} == {torch.bfloat16}
