@@ -92,12 +92,12 @@ def loaded() -> list[str]:
 
 def check_loaded(paths: list[str], host: bool) -> None:
     """Raises UsageError unless `paths` is exactly one library, of the requested kind."""
-    asked = "the host library" if host else "NCCL"
     if len(paths) != 1:
         found = ", ".join(paths) or "none"
         raise UsageError(f"a process has one NCCL library; this one has loaded {found}")
     if (paths[0] == str(HOST)) != host:
-        raise UsageError(f"asked for {asked}, but this process has loaded {paths[0]}")
+        asked = "the host library, which needs a torch without CUDA" if host else "NCCL"
+        raise UsageError(f"asked for {asked}; this process has already loaded {paths[0]}")
 
 
 def _load_host() -> None:

@@ -335,5 +335,5 @@ def test_a_process_must_have_loaded_exactly_one_nccl():
         check_loaded([], host=False)
     with pytest.raises(UsageError, match=r"has loaded /a/libnccl\.so\.2, /b/libnccl"):
         check_loaded(["/a/libnccl.so.2", "/b/libnccl.so.2"], host=False)
-    with pytest.raises(UsageError, match=r"asked for NCCL, but this process has loaded .*host"):
+    with pytest.raises(UsageError, match=r"asked for NCCL; this process has already loaded .*host"):
         binding(host=False)
