@@ -17,9 +17,10 @@ import pytest
 import torch.distributed as dist
 
 import ringdp
-from ringdp import CommunicationError, Communicator
+from ringdp import CollectiveMismatch, CommunicationError, Communicator
 from ringdp.comm import rendezvous
 from ringdp.comm.rendezvous import over
+from ringdp.transport.base import Failure, FailureKind
 from ringdp.transport.c10d import wire
 from ringdp.transport.shm import transport as shm
 from ringdp.transport.store import handshake
@@ -204,6 +205,26 @@ def test_the_missing_rank_of_a_group_is_named(forks: Forks, ends: bool, error: s
     ((found, text),) = here.reported
     assert found == error
     assert "of its ranks, 1 had not come" in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "cause"),
+    [
+        (FailureKind.MISMATCH, CollectiveMismatch, "rank 1 made another call"),
+        (FailureKind.STOPPED, CommunicationError, "its communicator was closed"),
+    ],
+)
+def test_a_failure_of_the_parent_ends_the_making_with_its_error(
+    kind: FailureKind, error: type[CommunicationError], cause: str
+):
+    parent = handshake.Places(dist.HashStore(), range(2), lambda: Failure(kind, 1, 1))
+    making = handshake.Handshake(dist.HashStore(), 0, 2, CALL_TIMEOUT, parent)
+    with (
+        pytest.raises(error, match=f"waited to make a communicator; {cause}") as e,
+        making.session(),
+    ):
+        making.barrier("all")
+    assert e.type is error
 
 
 @on_ranks(1)
