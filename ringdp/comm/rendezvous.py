@@ -241,8 +241,6 @@ class _Connector:
         first = PrefixStore(self.whole, self.store)
         places = Places(first, ranks, parent.failure) if parent else None
         here, size, store = ranks.index(self.rank), len(ranks), PrefixStore(name, self.store)
-        if self.transport != "shm" and here == 0:
-            self.store.set(f"{NAMES}/{self.store.add(NAMES, 1)}", f"{name} {size}")
         if "peer" in self.transport and places is None:
             between = "between hosts transport 'nccl', or 'c10d'"
             _one_host(Handshake(PrefixStore("host", store), here, size, timeout), between)
@@ -250,6 +248,8 @@ class _Connector:
         with handshake.session():
             if self.transport == "shm":
                 return ShmTransport(handshake, arena=arena, link=self.link)
+            if here == 0:
+                handshake.run(lambda: self._list(f"{name} {size}"))
             # A wait for a key blocks the store's connection, and gloo waits; so gloo gets its own.
             own: Store = handshake.run(store.clone)  # type: ignore[attr-defined]  # torch's stubs
             group = gloo(handshake, own)
@@ -258,3 +258,7 @@ class _Connector:
             kind = PeerTransport if "peer" in self.transport else NcclTransport
             given = Given(own, group, handshake, log_unraised)
             return kind(given, host="host" in self.transport)
+
+    def _list(self, text: str) -> None:
+        """List a communicator in the store, for `inspection`."""
+        self.store.set(f"{NAMES}/{self.store.add(NAMES, 1)}", text)

@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,7 +20,7 @@ import torch.distributed as dist
 import ringdp
 from ringdp import CollectiveMismatch, CommunicationError, Communicator
 from ringdp.comm import rendezvous
-from ringdp.comm.rendezvous import over
+from ringdp.comm.rendezvous import _Connector, over
 from ringdp.transport.base import Failure, FailureKind
 from ringdp.transport.c10d import wire
 from ringdp.transport.shm import transport as shm
@@ -317,3 +318,24 @@ def test_failing_to_create_a_file_is_a_communication_error(comm: Communicator) -
 def test_more_than_1023_ranks_are_refused():
     with pytest.raises(ringdp.UsageError, match="1024 ranks; allowed: at most 1023"):
         Communicator(None, range(1024), name="many", timeout=1.0, warn_after=1.0)  # type: ignore[arg-type]
+
+
+class Stopped(dist.HashStore):
+    """A store whose server has stopped: adding to a number blocks until it `goes_on`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.goes_on = threading.Event()
+
+    def add(self, key: str, amount: int) -> int:
+        self.goes_on.wait()
+        return super().add(key, amount)
+
+
+def test_listing_a_communicator_in_a_stopped_store_times_out() -> None:
+    stopped = Stopped()
+    try:
+        with pytest.raises(ringdp.CollectiveTimeout, match=r"timeout of 0\.2 s"):
+            _Connector(stopped, 0, "whole", "c10d", None)("name", [0], 0.2, None, None)
+    finally:
+        stopped.goes_on.set()
