@@ -65,8 +65,8 @@ def results_of_calls(forks):
 def test_results_equal_those_over_gloo(results_of_calls, n, name):
     theirs, ours = results_of_calls[n, "gloo", name], results_of_calls[n, "ringdp", name]
     assert len(ours) == n
-    if not any(isinstance(value, str) for value in theirs):  # gloo supports the call
-        assert ours == theirs
+    assert not [value for value in theirs if isinstance(value, str)]  # errors
+    assert ours == theirs
 
 
 def calls_beyond_gloo(comm: Communicator, report: Report) -> None:
@@ -83,6 +83,9 @@ def calls_beyond_gloo(comm: Communicator, report: Report) -> None:
         dist.all_gather_into_tensor(y[::2], torch.full((1, 6), float(rank)))
         assert y[::2].reshape(n, 6).tolist() == [[float(r)] * 6 for r in range(n)]
         assert y[1::2].sum() == 0
+        stacked = torch.empty(n, 2, 3)
+        dist.all_gather_into_tensor(stacked, torch.full((2, 3), float(rank)))
+        assert stacked.flatten(1).tolist() == [[float(r)] * 6 for r in range(n)]
         small = torch.full((3,), rank).to(torch.float8_e4m3fn)
         parts = [torch.empty_like(small) for _ in range(n)]
         dist.all_gather(parts, small)
@@ -90,6 +93,12 @@ def calls_beyond_gloo(comm: Communicator, report: Report) -> None:
         uneven = [torch.empty(r + 1) for r in range(n)]
         dist.all_gather(uneven, torch.full((rank + 1,), float(rank)))
         assert [p.tolist() for p in uneven] == [[float(r)] * (r + 1) for r in range(n)]
+        turned = [torch.empty(3, dtype=torch.complex64) for _ in range(n)]
+        dist.gather(torch.full((3,), 1j * rank), turned if rank == 1 else None, 1)
+        assert rank != 1 or [p.tolist() for p in turned] == [[1j * r] * 3 for r in range(n)]
+        swapped = [torch.empty(1 + rank * r, 2) for r in range(n)]
+        dist.all_to_all(swapped, [torch.full((1 + rank * r, 2), rank + 0.5 * r) for r in range(n)])
+        assert [{*p.flatten().tolist()} for p in swapped] == [{r + 0.5 * rank} for r in range(n)]
         rooted = GatherOptions()
         rooted.rootRank = 1
         whole = torch.zeros(n, 2) if rank == 1 else torch.empty(0)
@@ -101,6 +110,9 @@ def calls_beyond_gloo(comm: Communicator, report: Report) -> None:
         scattered = torch.sparse_coo_tensor(torch.tensor([[1]]), torch.tensor([rank + 1.0]), (3,))
         dist.all_reduce(scattered, _make_nccl_premul_sum(0.5))
         assert scattered.to_dense().tolist() == [0, n * (n + 1) / 4, 0]
+        scattered = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), torch.tensor([rank, 1.0]), (3,))
+        dist.all_reduce(scattered, dist.ReduceOp.AVG)
+        assert scattered.to_dense().tolist() == [0, (n + 1) / 2, 0]
         whole, mean = torch.tensor([7, -7, rank]), torch.tensor([7, -7, rank])
         dist.all_reduce(mean, dist.ReduceOp.AVG)
         dist.reduce(whole, 1, dist.ReduceOp.AVG)
@@ -117,9 +129,9 @@ def test_calls_beyond_gloos_work(forks):
     assert [ended.reported for ended in forks(3, calls_beyond_gloo)] == [["done"]] * 3
 
 
-def refuse_wrong_lists(comm: Communicator, report: Report) -> None:
-    """Lists that do not hold one tensor of the right size per rank are refused before data moves.
-    Split sizes on some ranks only are a mismatch."""
+def refuse_wrong_calls(comm: Communicator, report: Report) -> None:
+    """Bits of floats, and lists that do not hold one tensor of the right size per rank, are refused
+    before data moves. Split sizes on some ranks only are a mismatch."""
     with world(comm, "ringdp"):
         part, lists = torch.full((2,), float(comm.rank)), [torch.zeros(2) for _ in range(comm.size)]
         for wrong in ([part[:1], torch.zeros(3)], list(part) * 2, [part], [part] * 3):
@@ -128,6 +140,9 @@ def refuse_wrong_lists(comm: Communicator, report: Report) -> None:
                     dist.gather(part, wrong)
                 with pytest.raises(UsageError, match=r"scatter: input_tensors .*: 2, .* of 2, as"):
                     dist.scatter(part, wrong)
+        for op in ("band", "bor", "bxor"):
+            with pytest.raises(UsageError, match=f"{op} is for integers and bool, not for .*32"):
+                dist.all_reduce(part, getattr(dist.ReduceOp, op.upper()))
         dist.gather(part, lists if comm.rank == 0 else None)
         splits = [[1] * comm.size] * 2 if comm.rank == 0 else []
         with pytest.raises(
@@ -137,8 +152,8 @@ def refuse_wrong_lists(comm: Communicator, report: Report) -> None:
         report([t.tolist() for t in lists])
 
 
-def test_lists_of_wrong_sizes_are_refused(forks):
-    first, second = forks(2, refuse_wrong_lists)
+def test_wrong_calls_are_refused(forks):
+    first, second = forks(2, refuse_wrong_calls)
     assert first.reported == [[[0.0, 0.0], [1.0, 1.0]]]
     assert second.reported == [[[0.0, 0.0], [0.0, 0.0]]]
 
