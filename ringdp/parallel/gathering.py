@@ -61,8 +61,11 @@ class Gathering:
     def use(self, index: int) -> None:
         """Unshard the unit, after starting the gathers of the next ones."""
         unit = self.units[index]
-        if self._position is not None:
-            self._position = position_of(index, self._order, self._position)
+        at = self._position
+        found = None if at is None else position_of(index, self._order, at)
+        # The root's backward comes late if it returns an inner unit's tensor; others stay in order.
+        if found is not None or index not in self.groups[0]:
+            self._position = found
         self._seen.append(index)
         self.in_use.append(index)
         if unit.state is State.SHARDED:

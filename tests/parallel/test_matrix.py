@@ -5,6 +5,7 @@ table."""
 from __future__ import annotations
 
 from contextlib import nullcontext
+from itertools import combinations, product
 from typing import Any, NamedTuple
 
 import pytest
@@ -67,18 +68,27 @@ FLOAT, MIXED = Precision(), Precision(param=BF16, reduce=torch.float32)
 NORMS = Precision(param=BF16, keep_fp32=nn.LayerNorm, output=torch.float32)
 
 TABLE = [
-    Row(2, True, LAYER, 1, False, None, FLOAT),
-    Row(2, False, BLOCK, 2, False, 0.1, MIXED, offload=True),
-    Row(2, True, WHOLE, 3, True, 0.1, NORMS, 22),
-    Row(3, False, LAYER, 3, True, 0.1, FLOAT, offload=True),
-    Row(3, True, BLOCK, 1, False, None, MIXED),
-    Row(3, True, BLOCK, 2, False, 0.1, NORMS),
-    Row(4, True, BLOCK, 3, True, 0.1, FLOAT, 22),
-    Row(4, False, WHOLE, 1, False, None, MIXED),
-    Row(4, True, LAYER, 2, True, None, NORMS, offload=True),
+    Row(3, True, LAYER, 3, True, None, FLOAT, offload=True),
+    Row(2, False, LAYER, 2, False, 0.1, NORMS, 22),
+    Row(4, True, WHOLE, 3, True, 0.1, NORMS, offload=True),
+    Row(2, False, WHOLE, 1, False, 0.1, FLOAT),
+    Row(3, True, WHOLE, 2, False, None, MIXED),
+    Row(2, False, BLOCK, 3, True, 0.1, MIXED, offload=True),
+    Row(4, True, BLOCK, 2, True, 0.1, FLOAT, 22),
+    Row(4, False, LAYER, 1, False, None, MIXED),
+    Row(3, True, BLOCK, 1, False, None, NORMS),
     Row(2, True, BLOCK, 2, False, None, Precision(param=torch.float16), 22),
     Row(3, False, WHOLE, 2, False, 0.1, Precision(reduce=BF16)),
 ]
+
+
+def test_every_pair_of_values_is_in_some_row() -> None:
+    """Of precisions, those of more than one row."""
+    values = {k: {getattr(row, k) for row in TABLE} for k in ("ranks", "overlap", "unit", "micro")}
+    values |= {"clip": {None, 0.1}, "precision": {FLOAT, MIXED, NORMS}}
+    for a, b in combinations(values, 2):
+        pairs = {(getattr(row, a), getattr(row, b)) for row in TABLE}
+        assert pairs >= {*product(values[a], values[b])}, (a, b)
 
 
 def net() -> Net:

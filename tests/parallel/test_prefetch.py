@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringdp.parallel import gathering
-from ringdp.parallel.accounting.dry_run import gathers, iteration, peaks
+from ringdp.parallel.accounting.dry_run import Event, _Unit, gathers, iteration, peaks
+from ringdp.parallel.gathering import Gathering
 from ringdp.parallel.prefetch import ahead, forecast, position_of
 
 SIZES = st.lists(st.integers(1, 100), min_size=1, max_size=8)
@@ -77,6 +78,19 @@ def test_without_freeing_there_is_one_look_ahead(monkeypatch):
     events = iteration([0] * 50, alone(50), 0, freed=False)
     assert [unit for what, unit in events if what == "gather"] == list(range(50))
     assert len(looks) == 1
+
+
+def test_units_are_still_foreseen_if_the_roots_backward_comes_late():
+    """As in the first iteration of an nn.Sequential: the root returns the last unit's tensor."""
+    events: list[Event] = []
+    units = [_Unit(i, 1, events, freed=i > 0) for i in range(4)]
+    gathering = Gathering(units, alone(4), None, 1, None)
+    for unit in range(4):
+        gathering.use(unit)
+        gathering.done_with(unit, free=True)
+    for unit in (3, 0, 2):
+        gathering.use(unit)
+    assert events[-1] == Event("gather", 1)
 
 
 def gathered_peak(sizes, groups, limit):

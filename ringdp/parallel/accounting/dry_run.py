@@ -50,9 +50,13 @@ def iteration(
     nowhere: Any = None
     gathering = Gathering(units, groups, nowhere, limit, reducing if yields else None)
     inner = range(1, len(groups))
+    ended: list[int] = []  # groups whose backward is over
 
     def use(group: int, *, fill: bool = False) -> None:
         for unit in groups[group]:
+            gathering.prefetch_deferred(wait=True)
+            while ended:
+                free(ended.pop())
             gathering.use(unit)
             events.append(Event("use", unit))
             if fill and reducing.buckets[unit]:
@@ -80,10 +84,11 @@ def iteration(
         use(group, fill=True)
         events.append(Event("backward", group))
         reduce(group)
-        gathering.prefetch_deferred(wait=True)
-        free(group)
+        ended.append(group)
     reduce(0)
     reducing.finish()
+    while ended:
+        free(ended.pop())
     return events
 
 
