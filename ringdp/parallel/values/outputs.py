@@ -74,8 +74,10 @@ class UnitOutputs:
         starts += filter(is_new, left)
         for t in starts:
             t._ringdp_output = next(_COUNT)  # type: ignore[attr-defined]
-        # A write to a view would remove the view's hooks, but not its base's.
-        return output, [t if t._base is None or not is_new(t._base) else t._base for t in starts]
+        # A write to a view removes the view's hooks, but not its base's. These may run too late: if
+        # an autograd.Function has returned an input, after the backward of its other inputs.
+        bases = (t._base for t in starts if t._base is not None)
+        return output, [*starts, *filter(is_new, bases)]
 
     def end(self) -> bool:
         """A forward has ended. Returns whether it raised."""

@@ -209,37 +209,6 @@ def test_a_unit_may_compute_in_a_thread(comm: Communicator, stage: int) -> None:
     engine.close()
 
 
-class ReturnsView(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x).t()
-
-
-class WritesToViews(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.units = nn.ModuleList(ReturnsView() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for unit in self.units:
-            x = x + unit(torch.tanh(x)).mul_(2).t()
-        return x
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-@on_ranks(2)
-def test_a_returned_view_may_be_written_to(comm: Communicator, stage: int) -> None:
-    """Autograd drops the hooks of a view that is written to, not those of its base."""
-    net, twin = WritesToViews(), WritesToViews()
-    engine = ringdp.shard(net, stage=stage, overlap=False, comm=comm)
-    assert equal(train(net), train(twin))
-    engine.close()
-
-
 # ---- what is left in attributes
 
 
