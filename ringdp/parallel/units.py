@@ -154,7 +154,7 @@ def _check(model: nn.Module) -> None:
                 "of"
             )
         embeds = isinstance(module, nn.Embedding | nn.EmbeddingBag)
-        if embeds and module.max_norm is not None and module.weight.requires_grad:
+        if embeds and module.max_norm is not None:
             raise UsageError(
                 f"{what} has max_norm={module.max_norm}: its forward rescales the rows that are "
                 "used, which differ by rank, so the ranks would diverge. Set it to None, and "

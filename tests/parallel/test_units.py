@@ -139,6 +139,11 @@ def test_a_unit_registered_twice_is_one():
             None,
             "module 1 has max_norm=1.0",
         ),
+        (  # it may train later
+            nn.Sequential(linear(), nn.Embedding(3, 2, max_norm=1.0).requires_grad_(False)),
+            None,
+            "module 1 has max_norm=1.0",
+        ),
         (nn.Sequential(linear(), nn.LazyLinear(2)), None, "1.weight has no shape yet"),
         (
             nn.Sequential(linear(), nn.LazyBatchNorm1d(affine=False)),
