@@ -65,7 +65,10 @@ def results_of_calls(forks):
 def test_results_equal_those_over_gloo(results_of_calls, n, name):
     theirs, ours = results_of_calls[n, "gloo", name], results_of_calls[n, "ringdp", name]
     assert len(ours) == n
-    assert not [value for value in theirs if isinstance(value, str)]  # errors
+    errors = [value for value in theirs if isinstance(value, str)]
+    if errors and "gloo does not support alltoall" in errors[0]:
+        pytest.skip("torch 2.13's gloo has it, but not 2.11's")
+    assert not errors
     assert ours == theirs
 
 
