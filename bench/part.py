@@ -60,7 +60,11 @@ def run(part: Part, limit: float, log: Path) -> Outcome:
     """Run a part; append its output to `log`."""
     begun, others = time.monotonic(), _children()
     _become_subreaper()
-    with tempfile.TemporaryDirectory() as folder, log.open("a+", encoding="utf-8") as printed:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        # a process killed while it writes leaves half of a character
+        log.open("a+", encoding="utf-8", errors="replace") as printed,
+    ):
         out = Path(folder) / "out"
         command = [word.replace("{out}", str(out)) for word in part.command]
         print(f"\n==== {part.name}: {' '.join(command)}", file=printed, flush=True)
@@ -91,7 +95,7 @@ def run(part: Part, limit: float, log: Path) -> Outcome:
         if part.tests:
             _count(found, out, text)
         elif out.exists():
-            with suppress(json.JSONDecodeError):  # a killed process may have written half
+            with suppress(ValueError):  # a killed process may have written half
                 found.rows = json.loads(out.read_bytes())
     if found.state == "passed":
         found.tail = ""

@@ -78,8 +78,10 @@ def test_a_part_passes_or_fails(log: Path) -> None:
     failed = done(part("print('why'); raise SystemExit(3)"), log)
     assert (failed.state, failed.tail) == ("failed", "why\n")
     assert log.read_text(encoding="utf-8").count("==== part") == 2
-    half = done(part("import sys; open(sys.argv[1], 'w').write('[1, 2'); sys.exit(1)"), log)
-    assert (half.state, half.rows) == ("failed", None)
+    # killed while writing "µ" to both
+    half = "import os, sys; os.write(1, b'5 \\xc2'); open(sys.argv[1], 'wb').write(b'[\"\\xc2')"
+    killed = done(part(half + "; os.kill(os.getpid(), 9)"), log)
+    assert (killed.state, killed.rows, killed.tail) == ("failed", None, "5 \ufffd")
 
 
 def test_parts_limit_retries_of_the_name_server(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
