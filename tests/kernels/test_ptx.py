@@ -58,6 +58,16 @@ def test_fold(source: torch.dtype, target: torch.dtype, elems: int) -> None:
             assert same_bits(got, want)
 
 
+@pytest.mark.parametrize("at", [None, 0, 1])
+def test_two_bfloat16_are_not_added_in_float16(at: int | None) -> None:
+    """Their sum may fit into float16 where they do not."""
+    parts = torch.tensor([[70000.0] * 17, [-60000.0] * 17], dtype=BF16)
+    got, want = torch.zeros(17, dtype=F16), parts.float().sum(0).half()
+    own = None if at is None else parts[at]
+    fold_triton(parts if at is None else parts[1 - at : 2 - at], got, F32, own, at or 0)
+    assert same_bits(got, want)
+
+
 @pytest.mark.parametrize("skip", [0, 1])
 @pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_flatten_and_unflatten(source: torch.dtype, target: torch.dtype, skip: int) -> None:
