@@ -19,6 +19,7 @@ execute_process(
   # no contraction to FMA, as on the host, so that a reduction rounds as in the simulator
   COMMAND ${NVCC} -std=c++17 -O3 --fmad=false --threads 0 -fatbin ${targets}
           -gencode arch=compute_${newest},code=compute_${newest} -o ${OUT} ${SOURCE}
+  TIMEOUT 180  # s; takes 20
   RESULT_VARIABLE failed)
 if(failed)
   message("${NVCC} cannot compile ${SOURCE}; the kernels for peer memory are left out")

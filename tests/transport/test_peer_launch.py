@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -198,3 +200,26 @@ def test_errors_name_a_missing_cupy_or_fatbin(
     monkeypatch.setattr(peer, "FATBIN", tmp_path / "peer.fatbin")
     with pytest.raises(UsageError, match="built without nvcc"):
         peer.CudaKernels()
+
+
+def test_an_nvcc_that_hangs_is_ended_and_the_kernels_left_out(tmp_path: Path) -> None:
+    pytest.importorskip("cmake")
+    text = (ROOT / "csrc" / "cuda" / "fatbin.cmake").read_text(encoding="utf-8")
+    script, nvcc = tmp_path / "fatbin.cmake", tmp_path / "nvcc"
+    limit = re.findall(r"TIMEOUT \d+", text)[0]
+    script.write_text(text.replace(limit, "TIMEOUT 0.5"), encoding="utf-8")
+    hangs = '#!/bin/sh\n[ "$1" = --list-gpu-arch ] && echo compute_90 || sleep 600\n'
+    nvcc.write_text(hangs, encoding="utf-8")
+    nvcc.chmod(0o755)
+    command = [
+        sys.executable,
+        "-m",
+        "cmake",
+        f"-DNVCC={nvcc}",
+        "-DSOURCE=a",
+        "-DOUT=b",
+        "-P",
+        script,
+    ]
+    done = subprocess.run(command, check=True, capture_output=True, encoding="utf-8")
+    assert "the kernels for peer memory are left out" in done.stderr
