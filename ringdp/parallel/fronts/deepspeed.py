@@ -48,7 +48,8 @@ def initialize(
     """Shard the model as the config says. Collective.
 
     Returns DeepSpeed's four values: engine, optimizer, data loader, learning rate scheduler. With
-    fp16 or bf16 the optimizer steps parameters in float32, even of a model that has 16 bits.
+    fp16 or bf16 the optimizer steps parameters in float32, even of a model that has 16 bits; those
+    that are frozen now keep their dtype.
 
     config: a mapping, or the path of a JSON file; by default args.deepspeed_config (nothing else of
     args is read). optimizer: a function of the parameters, such as a class, or an optimizer that
@@ -121,10 +122,10 @@ def initialize(
 
 @contextmanager
 def _in_32_bits(model: nn.Module | None) -> Iterator[None]:
-    """Widen parameters of 16 bits to what the optimizer steps. They are as before if it raises."""
+    """Widen trained parameters of 16 bits to what the optimizer steps. An error undoes it."""
     halves: dict[nn.Parameter, torch.dtype] = {}
     for p in model.parameters() if model is not None else ():
-        if p.dtype.itemsize == 2 and p.is_floating_point():
+        if p.requires_grad and p.dtype.itemsize == 2 and p.is_floating_point():
             halves[p] = p.dtype
     if model is not None and halves:
         find_units(model, None)  # refuses parameters that share memory, as widened ones do not

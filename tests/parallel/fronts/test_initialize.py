@@ -178,6 +178,26 @@ def test_a_model_in_16_bits_is_stepped_in_32(comm: Communicator, section: str) -
     assert equal(*found)
 
 
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_frozen_parameters_keep_16_bits(comm: Communicator, stage: int) -> None:
+    """As in DeepSpeed: nothing steps them, and the outputs are the same."""
+    outputs = []
+    for widened in (False, True):
+        model = net().to(torch.bfloat16)
+        frozen = model[0].requires_grad_(False)
+        if widened:
+            model.float()
+        config = NAMED | {"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}
+        engine, *_ = fronts.initialize(model=model, config=config, comm=comm)
+        train(engine, 0, 1)
+        dtypes = {torch.float32 if widened else torch.bfloat16}
+        assert {p.dtype for p in frozen.parameters()} == dtypes
+        outputs.append([engine(batch(2))])
+        engine.engine.close()
+    assert equal(*outputs)
+
+
 @on_ranks(2)
 def test_gradients_of_other_parameters_do_not_count(comm: Communicator) -> None:
     """The norm is that of the parameters that the optimizer steps."""
