@@ -258,6 +258,7 @@ def _is_off(section: object) -> bool:
 
 
 def _has(module: ModuleType, name: object, kind: type) -> bool:
-    """Whether the module has a class of that name and kind."""
-    found = getattr(module, str(name), None)
-    return isinstance(found, type) and issubclass(found, kind)
+    """Whether the module has a public class of that name and kind, other than the base class."""
+    found = getattr(module, str(name), kind)
+    named = found is not kind and not str(name).startswith("_")
+    return named and isinstance(found, type) and issubclass(found, kind)

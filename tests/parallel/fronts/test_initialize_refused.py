@@ -174,6 +174,14 @@ def config(**values: Any) -> dict[str, Any]:
             {"config": NAMED | {"scheduler": {"type": "OneCycle"}}},
             "'OneCycle'; allowed: WarmupLR, WarmupDecayLR, WarmupCosineLR, and torch.optim.lr_sch",
         ),
+        *(
+            ({"config": NAMED | {"scheduler": {"type": name}}}, f"'{name}'; allowed: WarmupLR")
+            for name in ("LRScheduler", "_LRScheduler")
+        ),
+        (
+            {"config": SIZED | {"optimizer": {"type": "Optimizer", "params": {"defaults": {}}}}},
+            "'Optimizer'; allowed: Adam",
+        ),
         (
             {"config": NAMED | {"scheduler": {"type": "WarmupDecayLR"}}},
             "config.scheduler.params {} do not fit WarmupDecayLR: .*total_num_steps",
