@@ -26,7 +26,8 @@ class UsageError(RingdpError, ValueError):
 
 class ModelError(UsageError, RuntimeError):
     """DistributedDataParallel does not support this model, training loop or argument, and torch's
-    would raise RuntimeError; or ranks passed different models to `shard`."""
+    would raise RuntimeError; ranks passed different models to `shard`; or gradients overflow at the
+    least loss scale that the config of `initialize` allows."""
 
 
 class CheckpointError(RingdpError):

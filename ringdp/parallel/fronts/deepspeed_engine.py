@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from ringdp.errors import CheckpointError
+from ringdp.errors import CheckpointError, ModelError
 from ringdp.parallel.checkpoint.load import load
 from ringdp.parallel.checkpoint.save import save
 from ringdp.parallel.checkpoint.together import together
@@ -86,7 +86,8 @@ class DeepSpeedEngine:
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Call it after every backward. At the end of an accumulation it clips, steps the optimizer
-        on all ranks or none, then the scheduler with `lr_kwargs`, and clears the gradients."""
+        on all ranks or none, then the scheduler with `lr_kwargs`, and clears the gradients. Raises
+        ModelError if they overflowed at fp16.min_loss_scale, unless the scale is fixed."""
         last = self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
         if not last:
@@ -95,15 +96,23 @@ class DeepSpeedEngine:
         for p in self.module.parameters():
             if p not in stepped:
                 p.grad = None  # it counts neither as an overflow nor in the norm
-        if self.scaler.unscale_() and (most := self.gradient_clipping()) > 0:
+        scaler, scale = self.scaler, self.scaler.current
+        if scaler.unscale_() and (most := self.gradient_clipping()) > 0:
             self._norm = clip_grad_norm_(self.engine, most)
-        if self.scaler.step(self.optimizer) and self.lr_scheduler is not None:
+        finite = scaler.step(self.optimizer)
+        if finite and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         self.optimizer.zero_grad()
         self.global_steps += 1
         every = self.settings["steps_per_print"]
         if self.global_rank == 0 and every and self.global_steps % every == 0:
             print(f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}")
+        if not (finite or scaler.left) and scaler.backoff < 1 and scale == scaler.minimum:
+            raise ModelError(
+                f"step {self.global_steps}: gradients overflowed at a loss scale of {scale}, the "
+                "least that fp16.min_loss_scale allows; look for inf or NaN in the loss, allow a "
+                "lower scale, or use bf16"
+            )
 
     # ---- read
 

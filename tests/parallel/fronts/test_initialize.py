@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import MultiStepLR
 from torch.utils.data import TensorDataset
 
 import ringdp
-from ringdp import Communicator, Offload
+from ringdp import Communicator, ModelError, Offload
 from ringdp.parallel import fronts
 from tests.equal import equal
 from tests.parallel.small import batch, net, whole_parameters
@@ -139,6 +139,28 @@ def test_settings_of_unused_features_are_accepted(capsys):
     lines = [f"step={step}, skipped=1, lr=[{LR}]" for step in (2, 4)]
     assert capsys.readouterr().out.splitlines() == lines
     engine.engine.close()
+
+
+@on_ranks(2)
+def test_overflows_at_the_least_loss_scale_are_an_error(comm: Communicator) -> None:
+    """As in DeepSpeed's stages 1 to 3, once the hysteresis is used up."""
+    for stage in range(4):
+        dynamic = {"enabled": True, "initial_scale_power": 1}
+        config = NAMED | {"zero_optimization": {"stage": stage}, "fp16": dynamic}
+        engine, *_ = fronts.initialize(model=net(), config=config, comm=comm)
+
+        def overflow(engine: Any = engine) -> None:
+            engine.backward(engine(batch()).float().mean() * (math.inf if comm.rank else 1.0))
+            engine.step()
+
+        overflow()
+        overflow()
+        assert engine.scaler.current == 1
+        with pytest.raises(ModelError, match=r"overflowed at a loss scale of 1\.0, the least"):
+            overflow()
+        train(engine, 0)
+        assert (engine.skipped_steps, engine.global_steps) == (3, 4)
+        engine.engine.close()
 
 
 @pytest.mark.parametrize("half", [{"loss_scale": 0.5}, {"enabled": False, "min_loss_scale": 4}])
