@@ -153,6 +153,7 @@ def checked(values: dict[str, Any]) -> Index:
         _check("a group's names", str, *group["names"])
         if "params" in group["options"]:
             raise ValueError("a group's options have params")
+    _check_steps(index)
     _check("optimizer", str | None, index.optimizer)
     _check("extra and modules", dict, index.extra, index.modules)
     return index
@@ -193,6 +194,23 @@ def _check_parameter(index: Index, key: str, shape: list[int] | None = None) -> 
     parameter = index.tensors[f"parameter/{name}"].shape
     if shape not in (None, parameter):
         raise ValueError(f"{key} is of shape {shape}, its parameter of {parameter}")
+
+
+def _check_steps(index: Index) -> None:
+    """Check that state has `step` beside it if any of its group has: optimizers that count steps
+    keep nothing else without it."""
+    groups = {name: n for n, group in enumerate(index.groups or []) for name in group["names"]}
+    begins = {key: {part.begin for part in entry.parts} for key, entry in index.tensors.items()}
+    begins |= {key: {begin for begin, _, _ in parts} for key, parts in index.scalars.items()}
+    steps, others = set[tuple[int, str, int]](), set[tuple[int, str, int]]()
+    for key, found in begins.items():
+        kind, name, parameter = parts_of(key)
+        if kind == "optimizer" and parameter in groups:
+            places = steps if name == "step" else others
+            places.update((groups[parameter], parameter, begin) for begin in found)
+    counted = {number for number, _, _ in steps}
+    if without := [name for number, name, _ in others - steps if number in counted]:
+        raise ValueError(f"the optimizer's state of {min(without)} has no step, that of others has")
 
 
 def parts_of(key: str) -> tuple[str, str, str]:

@@ -132,6 +132,8 @@ FORGED = {
     "single values that are two": put("tensors", SINGLE, "single", value=[2]),
     "state of another shape": put("tensors", STATE, "shape", value=[80]),
     "state of no parameter": put("tensors", "optimizer/exp_avg/3.weight", value=A_STATE),
+    "state without a step": lambda index: index["tensors"].pop("optimizer/step/0.bias") and index,
+    "a step of one rank": put("tensors", "optimizer/step/0.weight", "parts", value=[[1, 41, 81]]),
     "an overlap of state": put("tensors", STATE, "parts", 1, 1, value=0),
     "state past the end": put("tensors", STATE, "parts", 1, 2, value=82),
     "options that are text": put("groups", 0, "options", value="abc"),
