@@ -207,9 +207,9 @@ class DeepSpeedEngine:
     ) -> tuple[str, dict[str, Any]]:
         """Load load_dir/tag, by default the latest. Returns its path and client_state. Collective.
 
-        Without load_optimizer_states the optimizer's options and the loss scale stay too. Gradients
-        accumulated so far are dropped. Raises CheckpointError, as `ringdp.load` does, also if there
-        is no checkpoint."""
+        Without load_optimizer_states the optimizer's options and the loss scale stay too; a fixed
+        loss scale always stays. Gradients accumulated so far are dropped. Raises CheckpointError,
+        as `ringdp.load` does, also if there is no checkpoint."""
         refuse(
             "load_checkpoint",
             load_module_strict=(load_module_strict, True),
@@ -227,7 +227,8 @@ class DeepSpeedEngine:
         self.micro_steps = self.global_steps * self.batches.accumulation
         self.optimizer.zero_grad()
         if load_optimizer_states:
-            self.scaler.load_state_dict(extra["scaler"])
+            fixed = {"scale": self.scaler.current} if self.scaler.backoff == 1 else {}
+            self.scaler.load_state_dict(extra["scaler"] | fixed)
         scheduler = self.lr_scheduler if load_lr_scheduler_states else None
         if scheduler is not None and (saved := extra.get("lr_scheduler")):
             here = scheduler.state_dict()

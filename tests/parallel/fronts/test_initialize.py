@@ -171,6 +171,22 @@ def test_a_fixed_loss_scale_may_be_below_the_minimum(half):
     engine.engine.close()
 
 
+@pytest.mark.parametrize(
+    ("section", "scale"),
+    [({"fp16": {"enabled": True, "loss_scale": 128}}, 128), ({"bf16": {"enabled": True}}, 1)],
+)
+def test_a_fixed_loss_scale_stays_when_a_checkpoint_is_loaded(section, scale, tmp_path):
+    dynamic = {"fp16": {"enabled": True, "initial_scale_power": 30}}
+    engine, *_ = fronts.initialize(model=net(), config=NAMED | dynamic, comm=ringdp.init())
+    engine.save_checkpoint(tmp_path)
+    engine.engine.close()
+    engine, *_ = fronts.initialize(model=net(), config=NAMED | section, comm=ringdp.init())
+    engine.load_checkpoint(tmp_path)
+    train(engine, 0)
+    assert (engine.scaler.current, engine.skipped_steps) == (scale, 0)
+    engine.engine.close()
+
+
 def test_parameter_groups_keep_their_options():
     model = net()
     first, *others = model.parameters()
