@@ -93,9 +93,10 @@ def commit(path: Path, index: Index) -> None:
             file.flush()
             os.fsync(file.fileno())
         sync_directory(path / index.directory)
-        os.replace(aside, path / "index.json")
-    finally:
+        os.replace(aside, path / "index.json")  # last: an error would remove what it names
+    except BaseException:
         aside.unlink(missing_ok=True)
+        raise
 
 
 def clean(path: Path, index: Index) -> None:

@@ -297,6 +297,27 @@ def test_a_failing_commit_leaves_no_files(comm: Communicator, tmp_path: Path) ->
     engine.close()
 
 
+@on_ranks(2)
+def test_no_error_after_the_commit_removes_the_checkpoint(
+    comm: Communicator, tmp_path: Path
+) -> None:
+    """As of a disk that becomes read-only."""
+    _, engine, optimizer = make(comm, 3)
+
+    def replace(*paths: Any, really: Any = os.replace) -> None:
+        really(*paths)
+        patch.setattr(Path, "unlink", unlink)
+
+    def unlink(*_: Any, **__: Any) -> None:
+        raise OSError("read-only")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "replace", replace)
+        ringdp.save(tmp_path, engine, optimizer, extra={"save": 1})
+    assert ringdp.load(tmp_path, engine, optimizer) == {"save": 1}
+    engine.close()
+
+
 def on_all_ranks(rank: int, w: Tensor) -> dict[str, Any]:
     return {"step": torch.tensor(2.0), "mu": torch.tensor(0.5), "each": w.detach(), "calls": 3}
 
