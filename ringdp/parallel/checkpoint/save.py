@@ -46,8 +46,9 @@ def save(
     modules' get_extra_state() if it is JSON and tensors. Collective.
 
     Until it is complete, and if a rank dies at any moment, `path` holds what it held before. It
-    must be the same directory on every rank, on a shared disk. Raises CheckpointError on every rank
-    if any rank cannot write, or has something that a checkpoint cannot hold.
+    must be the same directory on every rank, on a shared disk, where no other job saves meanwhile:
+    a save removes what others have left. Raises CheckpointError on every rank if any rank cannot
+    write, or has something that a checkpoint cannot hold.
     """
     check_engine("save", engine)
     path, comm = Path(path), engine.comm
