@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -85,7 +85,7 @@ def initialize(
     lr_scheduler = named or lr_scheduler
     _check_scheduler(lr_scheduler, optimizer)
     loader = _loader(training_data, batches.micro, collate_fn, comm)
-    with _in_32_bits(model if param else None):
+    with _in_32_bits(model) if param else nullcontext():
         engine = shard(
             model,
             stage=zero["stage"],
@@ -121,13 +121,11 @@ def initialize(
 
 
 @contextmanager
-def _in_32_bits(model: nn.Module | None) -> Iterator[None]:
+def _in_32_bits(model: nn.Module) -> Iterator[None]:
     """Widen trained parameters of 16 bits to what the optimizer steps. An error undoes it."""
-    halves: dict[nn.Parameter, torch.dtype] = {}
-    for p in model.parameters() if model is not None else ():
-        if p.requires_grad and p.dtype.itemsize == 2 and p.is_floating_point():
-            halves[p] = p.dtype
-    if model is not None and halves:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    halves = {p: p.dtype for p in trained if p.dtype.itemsize == 2}
+    if halves:
         find_units(model, None)  # refuses parameters that share memory, as widened ones do not
     try:
         for p in halves:
