@@ -231,13 +231,26 @@ class DeepSpeedEngine:
             self.scaler.load_state_dict(extra["scaler"] | fixed)
         scheduler = self.lr_scheduler if load_lr_scheduler_states else None
         if scheduler is not None and (saved := extra.get("lr_scheduler")):
-            here = scheduler.state_dict()
-            scheduler.load_state_dict(
-                {k: Counter(v) if isinstance(here.get(k), Counter) else v for k, v in saved.items()}
-            )
+            scheduler.load_state_dict(_of_json(saved, scheduler.state_dict()))
         return str(path), extra["client_state"]
 
 
-def _as_json(state: dict[str, Any]) -> dict[str, Any]:
-    """A scheduler's state; torch's MultiStepLR has its milestones in a Counter."""
-    return {k: [*v.elements()] if isinstance(v, Counter) else v for k, v in state.items()}
+def _as_json(state: Any) -> Any:
+    """A scheduler's state. In torch's MultiStepLR, also if within a SequentialLR, the milestones
+    are a Counter; they become a list."""
+    if isinstance(state, Counter):
+        return [*state.elements()]
+    if isinstance(state, dict):
+        return {k: _as_json(v) for k, v in state.items()}
+    return [*map(_as_json, state)] if isinstance(state, list | tuple) else state
+
+
+def _of_json(saved: Any, here: Any) -> Any:
+    """The inverse, with Counters where the scheduler's state has some now."""
+    if isinstance(here, Counter):
+        return Counter(saved)
+    if isinstance(here, dict) and isinstance(saved, dict):
+        return {k: _of_json(v, here.get(k)) for k, v in saved.items()}
+    if isinstance(here, list) and isinstance(saved, list) and len(here) == len(saved):
+        return [*map(_of_json, saved, here)]
+    return saved

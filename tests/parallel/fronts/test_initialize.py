@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import MultiStepLR
+from torch.optim.lr_scheduler import LinearLR, MultiStepLR, SequentialLR
 from torch.utils.data import TensorDataset
 
 import ringdp
@@ -290,6 +290,26 @@ def test_a_scheduler_steps_with_the_optimizer_and_is_saved(
     assert other.lr_scheduler.last_epoch == 3
     for each in (engine, other, without):
         each.engine.close()
+
+
+def test_a_scheduler_of_schedulers_is_saved(tmp_path):
+    def warm(optimizer: torch.optim.Optimizer) -> SequentialLR:
+        return SequentialLR(optimizer, [LinearLR(optimizer), falling(optimizer)], [2])
+
+    found = []
+    for tag in (None, "saved"):
+        engine, *_ = fronts.initialize(
+            model=net(), config=NAMED, lr_scheduler=warm, comm=ringdp.init()
+        )
+        if tag is None:
+            train(engine, 0, 1, 2)
+            engine.save_checkpoint(tmp_path, "saved")
+        else:
+            engine.load_checkpoint(tmp_path, tag)
+        train(engine, 3, 4)
+        found.append(engine.lr_scheduler.state_dict())
+        engine.engine.close()
+    assert found[0] == found[1]
 
 
 def test_auto_values_are_chosen_without_hugging_face():
