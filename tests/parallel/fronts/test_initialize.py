@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import LinearLR, MultiStepLR, SequentialLR
 from torch.utils.data import TensorDataset
 
 import ringdp
-from ringdp import Communicator, ModelError, Offload
+from ringdp import Communicator, Offload
 from ringdp.parallel import fronts
 from tests.equal import equal
 from tests.parallel.small import batch, net, whole_parameters
@@ -141,52 +140,6 @@ def test_settings_of_unused_features_are_accepted(capsys):
     engine.engine.close()
 
 
-@on_ranks(2)
-def test_overflows_at_the_least_loss_scale_are_an_error(comm: Communicator) -> None:
-    """As in DeepSpeed's stages 1 to 3, once the hysteresis is used up."""
-    for stage in range(4):
-        dynamic = {"enabled": True, "initial_scale_power": 1}
-        config = NAMED | {"zero_optimization": {"stage": stage}, "fp16": dynamic}
-        engine, *_ = fronts.initialize(model=net(), config=config, comm=comm)
-
-        def overflow(engine: Any = engine) -> None:
-            engine.backward(engine(batch()).float().mean() * (math.inf if comm.rank else 1.0))
-            engine.step()
-
-        overflow()
-        overflow()
-        assert engine.scaler.current == 1
-        with pytest.raises(ModelError, match=r"overflowed at a loss scale of 1\.0, the least"):
-            overflow()
-        train(engine, 0)
-        assert (engine.skipped_steps, engine.global_steps) == (3, 4)
-        engine.engine.close()
-
-
-@pytest.mark.parametrize("half", [{"loss_scale": 0.5}, {"enabled": False, "min_loss_scale": 4}])
-def test_a_fixed_loss_scale_may_be_below_the_minimum(half):
-    config = NAMED | {"fp16": {"enabled": True} | half}
-    engine, *_ = fronts.initialize(model=net(), config=config, comm=ringdp.init())
-    assert engine.scaler.current == half.get("loss_scale", 1.0)
-    engine.engine.close()
-
-
-@pytest.mark.parametrize(
-    ("section", "scale"),
-    [({"fp16": {"enabled": True, "loss_scale": 128}}, 128), ({"bf16": {"enabled": True}}, 1)],
-)
-def test_a_fixed_loss_scale_stays_when_a_checkpoint_is_loaded(section, scale, tmp_path):
-    dynamic = {"fp16": {"enabled": True, "initial_scale_power": 30}}
-    engine, *_ = fronts.initialize(model=net(), config=NAMED | dynamic, comm=ringdp.init())
-    engine.save_checkpoint(tmp_path)
-    engine.engine.close()
-    engine, *_ = fronts.initialize(model=net(), config=NAMED | section, comm=ringdp.init())
-    engine.load_checkpoint(tmp_path)
-    train(engine, 0)
-    assert (engine.scaler.current, engine.skipped_steps) == (scale, 0)
-    engine.engine.close()
-
-
 def test_parameter_groups_keep_their_options():
     model = net()
     first, *others = model.parameters()
@@ -250,66 +203,6 @@ def test_gradients_of_other_parameters_do_not_count(comm: Communicator) -> None:
         norms.append(engine.get_global_grad_norm())
         engine.engine.close()
     assert norms[0] == pytest.approx(norms[1])
-
-
-def falling(optimizer: torch.optim.Optimizer) -> MultiStepLR:
-    return MultiStepLR(optimizer, range(1, 9), gamma=0.5)  # its state must be converted to JSON
-
-
-@on_ranks(2)
-def test_a_scheduler_steps_with_the_optimizer_and_is_saved(
-    comm: Communicator, tmp_path: Path
-) -> None:
-    half = {"fp16": {"enabled": True, "initial_scale_power": 4}}
-    config = NAMED | half | {"gradient_accumulation_steps": 2}
-
-    def make_engine(**given: Any) -> Any:
-        engine, _, _, scheduler = fronts.initialize(model=net(), config=config, comm=comm, **given)
-        assert engine.lr_scheduler is scheduler
-        return engine
-
-    engine = make_engine(lr_scheduler=falling)
-    train(engine, 0)
-    assert engine.get_lr() == [LR]
-    train(engine, 1)
-    assert engine.get_lr() == [LR / 2]
-    for step in (2, 3):
-        engine.backward(engine(batch(step)).square().mean() * float("inf"))
-        engine.step()
-    assert (engine.skipped_steps, engine.get_lr()) == (1, [LR / 2])  # no rank has stepped
-    engine.save_checkpoint(tmp_path)
-    expected = train(engine, 4, 5, 6, 7)
-    other, without = make_engine(lr_scheduler=falling), make_engine()
-    for loaded in (other, without):
-        loaded.load_checkpoint(tmp_path)
-    assert equal(train(other, 4, 5, 6, 7), expected)
-    assert other.get_lr() == engine.get_lr() == [LR / 8]
-    assert other.lr_scheduler.state_dict() == engine.lr_scheduler.state_dict()
-    without.save_checkpoint(tmp_path, "without")
-    other.load_checkpoint(tmp_path, "without")
-    assert other.lr_scheduler.last_epoch == 3
-    for each in (engine, other, without):
-        each.engine.close()
-
-
-def test_a_scheduler_of_schedulers_is_saved(tmp_path):
-    def warm(optimizer: torch.optim.Optimizer) -> SequentialLR:
-        return SequentialLR(optimizer, [LinearLR(optimizer), falling(optimizer)], [2])
-
-    found = []
-    for tag in (None, "saved"):
-        engine, *_ = fronts.initialize(
-            model=net(), config=NAMED, lr_scheduler=warm, comm=ringdp.init()
-        )
-        if tag is None:
-            train(engine, 0, 1, 2)
-            engine.save_checkpoint(tmp_path, "saved")
-        else:
-            engine.load_checkpoint(tmp_path, tag)
-        train(engine, 3, 4)
-        found.append(engine.lr_scheduler.state_dict())
-        engine.engine.close()
-    assert found[0] == found[1]
 
 
 def test_auto_values_are_chosen_without_hugging_face():

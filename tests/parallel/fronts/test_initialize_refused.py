@@ -14,7 +14,8 @@ from ringdp import UsageError
 from ringdp.parallel import fronts
 from ringdp.parallel.fronts.deepspeed_config import AUTO, KEYS, read
 from tests.equal import equal
-from tests.parallel.fronts.test_initialize import ADAM, NAMED, SIZED, falling, train
+from tests.parallel.fronts.test_initialize import ADAM, NAMED, SIZED, train
+from tests.parallel.fronts.test_initialize_scales import falling
 from tests.parallel.small import batch, net
 
 # ---- the config
