@@ -6,7 +6,6 @@ import errno
 import os
 import re
 import signal
-import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -31,6 +30,7 @@ from tests.comm.test_deaths import ALLOWED, ENDS
 from tests.comm.test_groups import total
 from tests.forks import CALL_TIMEOUT, Forks, Report, store
 from tests.ranks import on_ranks
+from tests.transport.test_store_client import Stopped
 
 pytestmark = pytest.mark.process
 
@@ -318,18 +318,6 @@ def test_failing_to_create_a_file_is_a_communication_error(comm: Communicator) -
 def test_more_than_1023_ranks_are_refused():
     with pytest.raises(ringdp.UsageError, match="1024 ranks; allowed: at most 1023"):
         Communicator(None, range(1024), name="many", timeout=1.0, warn_after=1.0)  # type: ignore[arg-type]
-
-
-class Stopped(dist.HashStore):
-    """A store whose server has stopped: adding to a number blocks until it `goes_on`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.goes_on = threading.Event()
-
-    def add(self, key: str, amount: int) -> int:
-        self.goes_on.wait()
-        return super().add(key, amount)
 
 
 def test_listing_a_communicator_in_a_stopped_store_times_out() -> None:

@@ -35,6 +35,10 @@ class Stopped(HashStore):
         self.goes_on.wait()
         return super().check(keys)
 
+    def add(self, key: str, amount: int) -> int:
+        self.goes_on.wait()
+        return super().add(key, amount)
+
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         self.goes_on.wait()
         return super().compare_set(key, expected, desired)

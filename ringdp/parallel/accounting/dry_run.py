@@ -50,13 +50,12 @@ def iteration(
     nowhere: Any = None
     gathering = Gathering(units, groups, nowhere, limit, reducing if yields else None)
     inner = range(1, len(groups))
-    ended: list[int] = []  # groups whose backward is over
+    ended: list[int] = []  # units to free: their forward or backward is over
 
     def use(group: int, *, fill: bool = False) -> None:
         for unit in groups[group]:
             gathering.prefetch_deferred(wait=True)
-            while ended:
-                free(ended.pop())
+            free()
             gathering.use(unit)
             events.append(Event("use", unit))
             if fill and reducing.buckets[unit]:
@@ -68,15 +67,16 @@ def iteration(
                 gathering.prefetch_deferred(wait=True)
                 reducing.reduce(unit)
 
-    def free(group: int) -> None:
-        for unit in groups[group]:
-            gathering.done_with(unit, free=True)
+    def free() -> None:
+        while ended:
+            gathering.done_with(ended.pop(0), free=True)
 
     use(0)
     for group in inner:
         use(group)
         events.append(Event("forward", group))
-        free(group)
+        ended += groups[group]
+        free()
     events.append(Event("forward", 0))
     use(0, fill=True)
     events.append(Event("backward", 0))
@@ -84,11 +84,10 @@ def iteration(
         use(group, fill=True)
         events.append(Event("backward", group))
         reduce(group)
-        ended.append(group)
+        ended += groups[group]
     reduce(0)
     reducing.finish()
-    while ended:
-        free(ended.pop())
+    free()
     return events
 
 
