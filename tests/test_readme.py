@@ -83,7 +83,8 @@ def write_script(name: str, directory: Path) -> Path:
 @pytest.mark.process
 def test_the_sharding_example_runs_under_torchrun(tmp_path: Path):
     script = write_script("stage=3", tmp_path)
-    subprocess.run([*TORCHRUN, str(script)], check=True, timeout=600)
+    logs = f"--log-dir={tmp_path}"  # torchrun does not remove its own folder for them
+    subprocess.run([*TORCHRUN, logs, str(script)], check=True, timeout=600)
 
 
 @pytest.mark.process
