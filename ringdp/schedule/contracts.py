@@ -30,6 +30,11 @@ def contract(collective: Collective, n: int, chunks: int, root: int = 0) -> Cont
     many chunks.
     """
     check_collective(collective, n)
+    if collective == "all_to_all_v":  # its tables of all slots would have n^3 entries
+        if chunks != n * n:
+            raise ScheduleError(f"{collective} over {n} ranks needs {n * n} chunks: {chunks}")
+        sent = {c: frozenset({(c // n, c)}) for c in range(chunks)}
+        return Contract({(c // n, c): sent[c] for c in sent}, {(c % n, c): sent[c] for c in sent})
     slots = [(r, c) for r in range(n) for c in range(chunks)]
     own = {(r, c): frozenset({(r, c)}) for r, c in slots}
     total = [frozenset((q, c) for q in range(n)) for c in range(chunks)]
@@ -58,7 +63,3 @@ def contract(collective: Collective, n: int, chunks: int, root: int = 0) -> Cont
             return Contract(shards, {(root, c): own[c // each, c] for c in range(chunks)})
         case "all_to_all":
             return Contract(own, {(r, c): own[c // each, r * each + c % each] for r, c in slots})
-        case "all_to_all_v":
-            if chunks != n * n:
-                raise ScheduleError(f"{collective} over {n} ranks needs {n * n} chunks: {chunks}")
-            return Contract(shards, {(c % n, c): own[c // n, c] for c in range(chunks)})
