@@ -145,8 +145,8 @@ def at_exit(ending: Ending) -> None:
 def spawn(run: Callable[[], None], name: str) -> threading.Thread:
     """Start a daemon thread, which does not keep the process alive and is joined at exit."""
     thread = threading.Thread(target=run, daemon=True, name=name)
-    _threads.add(thread)
     thread.start()
+    _threads.add(thread)  # one that could not be started cannot be joined
     return thread
 
 

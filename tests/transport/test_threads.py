@@ -8,7 +8,7 @@ from threading import Thread
 
 import pytest
 
-from ringdp.transport.threads import Answer, Bell, complete
+from ringdp.transport.threads import Answer, Bell, _threads, complete, join, spawn
 
 SHORT = 0.01  # seconds
 
@@ -85,3 +85,16 @@ def test_an_interrupted_finalizer_runs_again():
     assert not at_end.alive
     complete(at_end)
     assert next(ends, "none is left") == "none is left"
+
+
+def test_a_thread_that_cannot_be_started_is_not_joined_at_exit(monkeypatch):
+    """The exit would end there with an error, and other threads would not be joined."""
+
+    def start(_: Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(Thread, "start", start)
+    with pytest.raises(RuntimeError, match="can't start") as kept:  # its traceback has the thread
+        spawn(lambda: None, "never started")
+    join([thread for thread in _threads if thread.name == "never started"])
+    del kept
