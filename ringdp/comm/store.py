@@ -149,18 +149,18 @@ def generation(store: Store, rank: int, timeout: float, look: Callable[[], objec
     """
     limit = timeout + PATIENCE
     try:
-        if rank == 0:
-            opened = store.add("generations", 1)
-            store.set(f"open/{opened}", "")
-            return opened
         with StoreClient(lambda: store) as job:
+            if rank == 0:
+                opened = job.ask(lambda s: s.add("generations", 1), limit)
+                job.ask(lambda s: s.set(f"open/{opened}", ""), limit)
+                return opened
             taken = job.ask(lambda s: s.add(f"seats/{rank}", 0), limit)
             until = monotonic() + limit
             while not job.ask(lambda s: s.check([f"open/{taken + 1}"]), limit):
                 if monotonic() > until:
-                    raise DistError(f"it has not come in {limit:.0f} s")
+                    raise DistError(f"rank 0 has not come in {limit:.0f} s")
                 look()
                 sleep(LOOK_EVERY)
             return job.ask(lambda s: s.add(f"seats/{rank}", 1), limit)
     except DistError as e:
-        raise CommunicationError(f"rank {rank} did not meet rank 0: {e}") from e
+        raise CommunicationError(f"rank {rank} did not meet the others: {e}") from e

@@ -11,6 +11,7 @@ from typing import NoReturn
 import pytest
 from torch.distributed import DistStoreError, HashStore
 
+from ringdp.comm.store import generation
 from ringdp.errors import CollectiveTimeout, CommunicationError
 from ringdp.transport.base import FailureKind
 from ringdp.transport.c10d.shutdown import watch_for_end
@@ -86,13 +87,18 @@ def test_errors_are_passed_on_and_connecting_is_retried():
         assert store.ask(lambda s: s.get("a")) == b"b"
 
 
-def test_a_lack_of_threads_raises_communication_error(monkeypatch):
+def test_without_a_thread_the_caller_asks_the_store_itself(monkeypatch):
     def start(_: Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(Thread, "start", start)
-    with pytest.raises(CommunicationError, match="can't start new thread"):
-        StoreClient(HashStore)
+    there = HashStore()
+    with StoreClient(lambda: there) as store:
+        for value in ("a", "b"):
+            store.ask(lambda s, value=value: s.set("key", value))
+            assert store.ask(lambda s: s.get("key")) == value.encode()
+        with pytest.raises(ZeroDivisionError):
+            store.ask(lambda s: 1 // 0)
 
 
 def test_a_failure_is_published_once_a_silent_store_answers(store_client, stopped: Stopped):
@@ -151,6 +157,11 @@ def test_making_a_communicator_over_a_silent_store_times_out(stopped: Stopped):
         handshake.session(),
     ):
         handshake.barrier("here")
+
+
+def test_meeting_through_a_silent_store_times_out_on_rank_0_too(stopped: Stopped):
+    with pytest.raises(CommunicationError, match="rank 0 did not meet the others: the store has"):
+        generation(stopped, 0, SHORT)
 
 
 def test_joining_a_library_that_waits_for_a_late_rank_times_out():

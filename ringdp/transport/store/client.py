@@ -17,7 +17,6 @@ from typing import Any, Self, TypeVar
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
-from ringdp.errors import CommunicationError
 from ringdp.transport import threads
 
 PATIENCE = 1.0  # seconds: an answer takes less than a millisecond
@@ -36,19 +35,21 @@ class StoreSilent(DistError):
 
 
 class StoreClient:
-    """A client of a store, with its own thread, which ends with `with` or `end`."""
+    """A client of a store, with its own thread, which ends with `with` or `end`.
+
+    If the system has no thread left, callers wait for the store themselves, without a limit.
+    """
 
     def __init__(self, connect: Callable[[], Store]) -> None:
-        """`connect` returns the store; the thread calls it, and again if it has raised.
-
-        Raises CommunicationError if the thread cannot be started.
-        """
+        """`connect` returns the store; the thread calls it, and again if it has raised."""
         self._requests: SimpleQueue[Request | None] = SimpleQueue()
         self._since = [math.inf]  # when the thread began to wait for the store
+        self._serve = partial(_serve, connect, self._requests, self._since)
+        self._has_thread = True
         try:
-            threads.spawn(partial(_serve, connect, self._requests, self._since), "ringdp-store")
-        except RuntimeError as e:
-            raise CommunicationError(f"no thread for the store's client: {e}") from e
+            threads.spawn(self._serve, "ringdp-store")
+        except RuntimeError:
+            self._has_thread = False
         self._end = weakref.finalize(self, self._requests.put, None)
         self._end.atexit = False  # a rank publishes its last status at exit, then ends this
 
@@ -66,6 +67,9 @@ class StoreClient:
             raise StoreSilent(self._silence())
         answer = threads.Answer[T]()
         self._requests.put((act, answer))
+        if not self._has_thread:
+            self._requests.put(None)
+            self._serve()
         try:
             return answer.get(max(0.0, patience - self._silence()))
         except Empty:
