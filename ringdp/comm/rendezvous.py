@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed import ProcessGroup, group, is_available, is_initialized
+from torch.distributed import DistError, ProcessGroup, group, is_available, is_initialized
 
 from ringdp.comm.arguments import check_link, check_timeout, check_warn_after
 from ringdp.comm.communicator import Communicator
@@ -32,6 +32,7 @@ from ringdp.transport.device.in_flight import Given
 from ringdp.transport.nccl.transport import NcclTransport
 from ringdp.transport.peer.transport import PeerTransport
 from ringdp.transport.shm.transport import ShmTransport
+from ringdp.transport.store.client import StoreClient
 from ringdp.transport.store.handshake import Handshake, Places
 
 TransportName = Literal["shm", "c10d", "nccl", "nccl-host", "peer", "peer-host"]
@@ -140,9 +141,8 @@ def over(group: ProcessGroup, *, transport: TransportName = "shm") -> Communicat
     """
     rank, ranks = group.rank(), group.size()
     name = f"ringdp/{group.group_name}"
-    there = PrefixStore(name, group.get_group_store())
-    _await_group(group, there)
-    timeout = _timeout(group)
+    there, timeout = PrefixStore(name, group.get_group_store()), _timeout(group)
+    _await_group(group, there, timeout)
     store, times = meeting(there, rank, ranks, timeout)
     return _create(store, rank, ranks, f"{name}/{times}", transport, timeout=timeout)
 
@@ -156,29 +156,39 @@ def _timeout(group: ProcessGroup) -> float:
     return TIMEOUT
 
 
-def _await_group(group: ProcessGroup, store: Store) -> None:
+def _await_group(group: ProcessGroup, store: Store, timeout: float) -> None:
     """Wait for all ranks of the group, if it supports CPUs.
 
     If the group's barrier fails, raises PeerLost or CollectiveTimeout, which name missing ranks.
+    Raises CommunicationError if the store is gone, or silent for `timeout` seconds.
     """
     rank, ranks = group.rank(), group.size()
     try:
         backend = group._get_backend(torch.device("cpu"))
     except RuntimeError:  # no backend for CPUs
         return
-    came = store.add(f"{ranks}/came/{rank}", 1)
+    here = f"rank {rank} of {ranks} waited to make a communicator over {group.group_name!r}"
     try:
-        backend.barrier().wait()  # type: ignore[attr-defined]  # torch's stubs
-    except CommunicationError:  # our own backend's
-        raise
-    except RuntimeError as e:
-        missing = [r for r in range(ranks) if store.add(f"{ranks}/came/{r}", 0) < came]
-        late = f"of its ranks, {', '.join(map(str, missing))} had not come"
-        error = CollectiveTimeout if "imed out" in str(e) else PeerLost  # torch: one type for both
-        raise error(
-            f"rank {rank} of {ranks} waited to make a communicator over {group.group_name!r}; "
-            f"{late if missing else 'all its ranks had come, but one was late or has left'}: {e}"
-        ) from e
+        with StoreClient(lambda: store) as job:
+            came = job.ask(lambda s: s.add(f"{ranks}/came/{rank}", 1), timeout)
+            try:
+                backend.barrier().wait()  # type: ignore[attr-defined]  # torch's stubs
+            except CommunicationError:  # our own backend's
+                raise
+            except RuntimeError as e:
+                counts = job.ask(
+                    lambda s: [s.add(f"{ranks}/came/{r}", 0) for r in range(ranks)], timeout
+                )
+                missing = [str(r) for r, count in enumerate(counts) if count < came]
+                late = f"of its ranks, {', '.join(missing)} had not come"
+                error = CollectiveTimeout if "imed out" in str(e) else PeerLost  # torch: one type
+                raise error(
+                    f"{here}; "
+                    f"{late if missing else 'all its ranks had come, but one was late or has left'}"
+                    f": {e}"
+                ) from e
+    except DistError as e:
+        raise CommunicationError(f"{here}; the store is unreachable: {e}") from e
 
 
 def through(store: Store, rank: int, ranks: int, *, name: str, timeout: float) -> Communicator:

@@ -6,20 +6,22 @@ import os
 import re
 import socket
 from datetime import timedelta
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch.distributed as dist
 
 import ringdp
-from ringdp import Communicator
+from ringdp import CommunicationError, Communicator
 from ringdp.cli.loopback import loopback_store
 from ringdp.comm import store
-from ringdp.comm.rendezvous import over
+from ringdp.comm.rendezvous import _await_group, over
 from tests.comm.test_groups import total
 from tests.forks import CALL_TIMEOUT, Forks, Report
 from tests.ports import LISTENING, sockets, unused_port
 from tests.ranks import on_ranks
+from tests.transport.test_store_client import Stopped
 
 pytestmark = pytest.mark.process
 
@@ -43,6 +45,26 @@ def test_torch_groups_may_reuse_a_name_for_other_ranks(comm: Communicator) -> No
         dist.barrier()
         dist.destroy_process_group()
         comm.barrier()
+
+
+class Gone(dist.HashStore):
+    """A store whose server has ended."""
+
+    def add(self, key: str, amount: int) -> int:
+        raise dist.DistNetworkError("connection reset")
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"), [(Gone, "connection reset"), (Stopped, "the store has given no answer")]
+)
+def test_a_group_whose_store_does_not_answer_is_a_communication_error(kind, why):
+    """As when rank 0, which serves it, has ended or is stopped."""
+    there = kind()
+    group = Mock(group_name="some", **{"rank.return_value": 1, "size.return_value": 2})
+    with pytest.raises(CommunicationError, match=f"rank 1 of 2 waited .* 'some'; .*: {why}"):
+        _await_group(group, there, 0.05)
+    if kind is Stopped:
+        there.goes_on.set()
 
 
 def connect_to_two_stores(comm: Communicator, report: Report, port: int) -> None:
