@@ -23,6 +23,15 @@ bool usable(const ncclConfig_t* config) {
   return !config || (config->magic == kConfigMagic && config->blocking != 0);
 }
 
+// Stores what `of` returns of the communicator.
+template <class Value, class Of>
+ncclResult_t tell(ncclComm_t handle, Value* out, Of of) {
+  const Comm comm = find(handle);
+  if (!comm || !out) return ncclInvalidArgument;
+  *out = of(*comm);
+  return ncclSuccess;
+}
+
 }  // namespace
 
 // Makes a launch of this process fail after `launches` that succeed: see fault.hpp.
@@ -130,31 +139,20 @@ RINGDP_API ncclResult_t ncclCommAbort(ncclComm_t comm) {
 }
 
 RINGDP_API ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* error) {
-  const Comm found = find(comm);
-  if (!found || !error) return ncclInvalidArgument;
-  *error = found->error.load();
-  return ncclSuccess;
+  return tell(comm, error, [](const ncclComm& c) { return c.error.load(); });
 }
 
 RINGDP_API ncclResult_t ncclCommCount(const ncclComm_t comm, int* count) {
-  const Comm found = find(comm);
-  if (!found || !count) return ncclInvalidArgument;
-  *count = found->ranks;
-  return ncclSuccess;
+  return tell(comm, count, [](const ncclComm& c) { return c.ranks; });
 }
 
 RINGDP_API ncclResult_t ncclCommUserRank(const ncclComm_t comm, int* rank) {
-  const Comm found = find(comm);
-  if (!found || !rank) return ncclInvalidArgument;
-  *rank = found->rank;
-  return ncclSuccess;
+  return tell(comm, rank, [](const ncclComm& c) { return c.rank; });
 }
 
 // There is one "device": the host.
 RINGDP_API ncclResult_t ncclCommCuDevice(const ncclComm_t comm, int* device) {
-  if (!find(comm) || !device) return ncclInvalidArgument;
-  *device = 0;
-  return ncclSuccess;
+  return tell(comm, device, [](const ncclComm&) { return 0; });
 }
 
 RINGDP_API ncclResult_t ncclGroupStart() {
