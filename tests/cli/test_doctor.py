@@ -74,6 +74,27 @@ def test_without_nccl_the_right_extra_is_named(monkeypatch, cuda, extra):
         assert f"pip install 'ringdp[{extra}" in check.advice
 
 
+@pytest.mark.parametrize(
+    ("script", "found", "well"),
+    [
+        ("", "fails: Exec format error", False),
+        ("#!/bin/sh\necho cannot start >&2; exit 1\n", "fails: cannot start", False),
+        ("#!/bin/sh\nexec sleep 600\n", "hangs", False),
+        ("#!/bin/sh\nprintf '\\n\\377 1.2\\n'\n", "\ufffd 1.2", True),
+    ],
+    ids=["no program", "fails", "hangs", "no UTF-8"],
+)
+def test_a_compiler_may_be_anything(monkeypatch, tmp_path, script, found, well):
+    compiler = tmp_path / "c++"
+    compiler.write_text(script, encoding="utf-8")
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CXX", f"{compiler} -O2")  # CMake, too, accepts arguments
+    monkeypatch.setattr(report, "SECONDS", 0.2 if found == "hangs" else report.SECONDS)
+    check = report.compiler()
+    assert check.found.endswith(found)
+    assert check.well == well
+
+
 def test_processes_may_have_any_name():
     """The kernel cuts a name after 15 bytes, here inside a character."""
     before = Path("/proc/self/comm").read_bytes().rstrip()

@@ -30,7 +30,7 @@ from ringdp.transport.nccl.library import INSTALL
 from ringdp.transport.peer.kernels import FATBIN
 
 MIB = 1 << 20
-IMPORT_SECONDS = 60.0  # for an import; a broken package may hang
+SECONDS = 60.0  # for a compiler's version or an import: broken ones may hang
 
 
 class Check(NamedTuple):
@@ -55,7 +55,7 @@ def core() -> Check:
 
 
 def compiler() -> Check:
-    name = os.environ.get("CXX", "g++")
+    name = next(iter(os.environ.get("CXX", "").split()), "g++")  # it may have arguments
     advice = "only to build from source: install g++, or set CXX"
     return _tool("C++ compiler", name, advice)
 
@@ -201,9 +201,10 @@ def _tool(what: str, name: str, advice: str) -> Check:
     where = shutil.which(name)
     if where is None:
         return Check(what, f"no {name}", advice)
-    said = subprocess.run([where, "--version"], capture_output=True, encoding="utf-8", check=False)
-    lines = (said.stdout or said.stderr).splitlines()
-    return Check(what, lines[0] if lines else where)
+    said, failure = _tried(where, "--version")
+    if failure:
+        return Check(what, f"`{where} --version` {failure}", advice)
+    return Check(what, said.strip().partition("\n")[0] or where)
 
 
 def _memory() -> str:
@@ -251,20 +252,29 @@ def _package(what: str, names: tuple[str, ...], code: str, advice: str) -> Check
     versions = [version for name in names if (version := _version(name))]
     if not versions:
         return Check(what, "not installed", advice)
+    _, failure = _tried(sys.executable, "-c", code)
+    if failure:
+        return Check(what, f"{versions[0]}, but `{code}` {failure}", advice)
+    return Check(what, versions[0])
+
+
+def _tried(*command: str) -> tuple[str, str]:
+    """Run a command; return what it printed, and how it failed, which is empty if it did not."""
     try:
-        tried = subprocess.run(
-            [sys.executable, "-c", code],
+        ran = subprocess.run(
+            command,
             capture_output=True,
             encoding="utf-8",
+            errors="replace",
             check=False,
-            timeout=IMPORT_SECONDS,
+            timeout=SECONDS,
         )
     except subprocess.TimeoutExpired:
-        return Check(what, f"{versions[0]}, but `{code}` hangs", "reinstall it")
-    if tried.returncode == 0:
-        return Check(what, versions[0])
-    last = tried.stderr.strip().splitlines()[-1:] or [f"exit code {tried.returncode}"]
-    return Check(what, f"{versions[0]}, but `{code}` fails: {last[0]}", advice)
+        return "", "hangs"
+    except OSError as error:
+        return "", f"fails: {error.strerror}"
+    last = ran.stderr.strip().splitlines()[-1:] or [f"exit code {ran.returncode}"]
+    return ran.stdout or ran.stderr, f"fails: {last[0]}" if ran.returncode else ""
 
 
 def _libnccl() -> list[Path]:
