@@ -32,6 +32,7 @@ from ringdp.transport.shm.watch import Watched, segments
 from ringdp.transport.store.processes import introduce, process_state
 from ringdp.transport.store.status import StatusBoard
 from tests.ranks import Pool
+from tests.transport.nccl.faults import LACKS_HOST_NCCL, WHY
 
 pytestmark = pytest.mark.process
 PR_SET_NAME = 15  # linux/prctl.h
@@ -72,6 +73,27 @@ def test_without_nccl_the_right_extra_is_named(monkeypatch, cuda, extra):
     monkeypatch.setattr(report, "_version", lambda package: None)
     for check in (report.nccl(), report.cupy()):
         assert f"pip install 'ringdp[{extra}" in check.advice
+
+
+def test_a_binding_to_nccl_that_cannot_be_imported_is_reported(monkeypatch, tmp_path):
+    """`cupy.cuda.nccl` can be imported all the same."""
+    (tmp_path / "cupy").mkdir()
+    for file, text in (
+        ("cupy/__init__.py", ""),
+        ("cupy/cuda.py", "nccl = None"),
+        ("cupy_backends.py", "raise ImportError('no such symbol')"),
+    ):
+        (tmp_path / file).write_text(text, encoding="utf-8")
+    monkeypatch.setattr(report, "_version", lambda package: "14.0")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    check = report.cupy()
+    assert not check.well
+    assert check.found.endswith("libs.nccl` fails: ImportError: no such symbol")
+
+
+@pytest.mark.skipif(LACKS_HOST_NCCL, reason=WHY)
+def test_a_binding_to_nccl_is_well_without_a_real_nccl():
+    assert report.cupy().well
 
 
 @pytest.mark.parametrize(

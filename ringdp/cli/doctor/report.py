@@ -26,7 +26,7 @@ from rich.console import Console
 
 from ringdp import _core
 from ringdp.cli.console import folding, put
-from ringdp.transport.nccl.library import INSTALL
+from ringdp.transport.nccl.library import HOST, INSTALL
 from ringdp.transport.peer.kernels import FATBIN
 
 MIB = 1 << 20
@@ -125,14 +125,18 @@ def torch_() -> Check:
 
 def triton() -> Check:
     advice = "only for kernels on a GPU: pip install 'triton>=3.6'"
-    return _package("Triton", ("triton",), "import triton", advice)
+    return _package("Triton", ("triton",), "triton", advice)
 
 
 def cupy() -> Check:
-    """Its import warns if there is no libnccl, which `nccl` looks for, but succeeds."""
+    """Its binding to NCCL, over ringdp's host library; `nccl` looks for a real one.
+
+    `cupy.cuda.nccl` can be imported even if the binding cannot.
+    """
     advice = f"only for the NCCL transport: {_extra()}"
     names = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
-    return _package("CuPy", names, "from cupy.cuda import nccl", advice)
+    load = f"import ctypes; ctypes.CDLL({str(HOST)!r}, ctypes.RTLD_GLOBAL)"
+    return _package("CuPy", names, "cupy_backends.cuda.libs.nccl", advice, before=load)
 
 
 def nccl() -> Check:
@@ -247,14 +251,17 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _package(what: str, names: tuple[str, ...], code: str, advice: str) -> Check:
-    """Check that one of the packages is installed, and that `code` runs in a new process."""
+def _package(
+    what: str, names: tuple[str, ...], module: str, advice: str, *, before: str = ""
+) -> Check:
+    """Check that one of the packages is installed, and that a new process can import `module`,
+    after the statements `before`."""
     versions = [version for name in names if (version := _version(name))]
     if not versions:
         return Check(what, "not installed", advice)
-    _, failure = _tried(sys.executable, "-c", code)
+    _, failure = _tried(sys.executable, "-c", f"{before}\nimport {module}")
     if failure:
-        return Check(what, f"{versions[0]}, but `{code}` {failure}", advice)
+        return Check(what, f"{versions[0]}, but `import {module}` {failure}", advice)
     return Check(what, versions[0])
 
 
