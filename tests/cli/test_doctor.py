@@ -117,6 +117,16 @@ def test_a_compiler_may_be_anything(monkeypatch, tmp_path, script, found, well):
     assert check.well == well
 
 
+def test_gpus_without_a_working_cuda_are_reported(monkeypatch):
+    def fails(device):
+        raise RuntimeError("CUDA unknown error\nmore")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", fails)
+    assert report.gpus().found == "2, but CUDA fails: CUDA unknown error"
+    assert not report.gpus().well
+
+
 def test_processes_may_have_any_name():
     """The kernel cuts a name after 15 bytes, here inside a character."""
     before = Path("/proc/self/comm").read_bytes().rstrip()

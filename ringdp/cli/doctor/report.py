@@ -160,7 +160,11 @@ def gpus() -> Check:
         driver = Path("/proc/driver/nvidia/version").exists()
         advice = "a driver is there: install a torch built for CUDA" if driver else ""
         return Check("GPUs", "none; ranks use the CPU and shared memory", advice)
-    names = {torch.cuda.get_device_name(i) for i in range(count)}
+    try:
+        names = {torch.cuda.get_device_name(i) for i in range(count)}
+    except RuntimeError as error:  # the driver counts GPUs even where CUDA cannot start
+        reason = str(error).partition("\n")[0]
+        return Check("GPUs", f"{count}, but CUDA fails: {reason}", "check the driver: nvidia-smi")
     return Check("GPUs", f"{count}: {', '.join(sorted(names))}")
 
 
