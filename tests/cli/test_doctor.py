@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -125,6 +126,12 @@ def test_gpus_without_a_working_cuda_are_reported(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", fails)
     assert report.gpus().found == "2, but CUDA fails: CUDA unknown error"
     assert not report.gpus().well
+
+
+def test_a_full_dev_shm_is_reported(monkeypatch):
+    monkeypatch.setattr(report.shutil, "disk_usage", lambda _: Mock(total=1 << 40, free=0))
+    check = report.shm_directory()
+    assert (check.found, check.well) == ("0 MiB free", False)
 
 
 def test_processes_may_have_any_name():

@@ -105,11 +105,11 @@ def shm_directory() -> Check:
     """ringdp does not use /dev/shm, but torch's data loaders and NCCL do."""
     what = "/dev/shm"
     try:
-        size = shutil.disk_usage(what).total
+        free = shutil.disk_usage(what).free
     except OSError as error:
         return Check(what, f"{error.strerror}", "only NCCL and data loaders")
-    small = "small for NCCL and for data loaders' workers: docker run --shm-size=1g"
-    return Check(what, f"{size // MIB:,} MiB", small if size < 256 * MIB else "")
+    small = "little for NCCL and for data loaders' workers: free some, or docker run --shm-size=1g"
+    return Check(what, f"{free // MIB:,} MiB free", small if free < 256 * MIB else "")
 
 
 def cores() -> Check:
