@@ -91,7 +91,12 @@ def launch(
                 reader, writer = context.Pipe(duplex=False)
                 environ = environment(store.port, ranks, rank)
                 process = context.Process(target=_rank_main, args=(entry, job, writer, environ))
-                process.start()
+                try:
+                    process.start()
+                except (EOFError, ConnectionError):  # killed, or not allowed to fork
+                    raise RankError(
+                        "ringdp: the process that forks the ranks has ended; every rank has ended"
+                    ) from None
                 processes.append(process)
                 pipes[reader] = rank
                 writer.close()

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from rich.console import Console
 from ringdp.cli.doctor.job import parents
 from ringdp.cli.exits import exit_code
 from ringdp.cli.launch import Entry, signals_raised
+from ringdp.cli.main import main
 from ringdp.cli.runs import Job, Record
 from ringdp.cli.train import run
 from ringdp.transport.store.processes import has_ended
@@ -116,6 +118,19 @@ def test_a_rank_that_ends_without_a_result_is_named(capfd: pytest.CaptureFixture
         stderr_of(exits_without_result, capfd)
         == "ringdp: rank 1 exited with 0; every rank has ended\n"
     )
+
+
+@pytest.mark.parametrize("lost", [EOFError, BrokenPipeError])
+def test_a_fork_server_that_ends_is_an_error(monkeypatch, capfd, lost: type[Exception]) -> None:
+    """Its EOFError is Ctrl-D to typer, and a broken pipe of standard output is no error."""
+
+    def start(_: object) -> None:
+        raise lost
+
+    monkeypatch.setattr(ForkServerProcess, "start", start)
+    assert main(["train", "--steps", "1", "--no-reference"]) == 1
+    message = "ringdp: the process that forks the ranks has ended; every rank has ended\n"
+    assert capfd.readouterr().err == message
 
 
 def test_a_lost_peer_is_explained(capfd: pytest.CaptureFixture[str]) -> None:
