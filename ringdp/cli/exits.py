@@ -27,7 +27,7 @@ def exit_code(command: Callable[[], int | None]) -> int:
     try:
         code = command() or 0
         if code == 128 + signal.SIGINT:  # typer's code for Ctrl-C
-            return _ended_by(signal.SIGINT)
+            raise KeyboardInterrupt
         if sys.stdout is not None:
             sys.stdout.flush()
         return code
@@ -37,16 +37,13 @@ def exit_code(command: Callable[[], int | None]) -> int:
         return _refuse(error.format_message().rstrip(".") + more)
     except UsageError as error:
         return _refuse(str(error))
-    except typer.Exit as error:
-        return error.exit_code
-    except (KeyboardInterrupt, typer.Abort):
-        return _ended_by(signal.SIGINT)
+    except KeyboardInterrupt:
+        print("ringdp: ended by SIGINT", file=sys.stderr)
+        return 128 + signal.SIGINT
     except RingdpError as error:
-        signum = getattr(error, "signum", None)
-        if signum is not None:
-            return _ended_by(signum)
         print(error, file=sys.stderr)
-        return 1
+        signum = getattr(error, "signum", None)
+        return 1 if signum is None else 128 + signum
     except OSError as error:  # stdout on a full disk, for example
         print_nowhere()
         if not isinstance(error, BrokenPipeError):  # a closed pipe is normal, as in `| head`
@@ -63,8 +60,3 @@ def print_nowhere() -> None:
 def _refuse(message: str) -> int:
     print("ringdp: " + " ".join(message.split()), file=sys.stderr)
     return 2
-
-
-def _ended_by(signum: int) -> int:
-    print(f"ringdp: ended by {signal.Signals(signum).name}; every rank has ended", file=sys.stderr)
-    return 128 + signum

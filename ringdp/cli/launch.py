@@ -46,7 +46,7 @@ class SignalError(RingdpError):
     """A signal asked for the end; all ranks have ended."""
 
     def __init__(self, signum: int) -> None:
-        super().__init__(signal.Signals(signum).name)
+        super().__init__(f"ringdp: ended by {signal.Signals(signum).name}; every rank has ended")
         self.signum = signum
 
 
