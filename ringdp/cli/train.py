@@ -57,8 +57,10 @@ def run(options: Options, console: Console, *, entry: Entry[Job, list[Record]] =
         found = [to_json(run) for run in ranks[0]]
         problems = complaints(ranks, reference)
         report = partial(show, console, ranks[0], reference, problems)
-    write_json(options.json, found[0] if len(found) == 1 else found)
-    report()
+    try:
+        write_json(options.json, found[0] if len(found) == 1 else found)
+    finally:  # even where the disk is full
+        report()
     say_written(console, options.json)
     and_then = f"; `ringdp report {options.trace} --html FILE` makes a page of it"
     say_written(console, options.trace, and_then)

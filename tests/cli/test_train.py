@@ -17,6 +17,7 @@ from ringdp.cli.options import Options
 from ringdp.cli.runs import MEMORY
 from ringdp.cli.timeline.digest import digest
 from ringdp.cli.timeline.read import HELD, read
+from tests.cli.rows import STAGES
 from tests.transport.nccl.faults import LACKS_HOST_NCCL
 
 pytestmark = pytest.mark.process
@@ -141,6 +142,17 @@ def test_a_missing_trace_is_reported(
         f"ringdp: no trace was written to {path}",
         "ringdp: ended by SIGINT; every rank has ended",
     ]
+
+
+def test_results_are_printed_even_if_they_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train, "warm_up", lambda _: None)
+    monkeypatch.setattr(train, "launch", lambda *_: [STAGES])
+    assert main([*SMALL, "--no-reference", "--json", "/dev/full"]) == 1
+    shown = capsys.readouterr()
+    assert "Stages 0, 1, 2, 3 are equal bit for bit" in shown.out
+    assert shown.err == "ringdp: cannot write /dev/full: No space left on device\n"
 
 
 def test_a_signal_during_the_reference_ends_the_run_in_order(
