@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from typer import Option
+from typer import BadParameter, Option
 
 from ringdp.cli.bench.rows import OURS
 from ringdp.cli.checks import between, check_writable, given, names
@@ -19,6 +19,13 @@ STAGES = (0, 1, 2, 3)
 MODES = ("naive", "parameter-server", "async", "ddp")
 MOST_RANKS = 64  # all ranks are processes of this machine
 LEAST_BATCH = 16  # the default global batch is the least multiple of the ranks from here on
+
+
+def _path(given: str) -> Path:
+    """An empty path, as of a shell's variable that is not set, is not the current folder."""
+    if not given:
+        raise BadParameter("a path is empty; allowed: . for the current folder")
+    return Path(given)
 
 
 @dataclass(frozen=True)
@@ -46,7 +53,11 @@ class Options:
     learning_rate: Annotated[float, Option(help="learning rate of AdamW")] = 1e-3
     text: Annotated[
         Path | None,
-        Option(help="file or directory to learn; by default the standard library's sources"),
+        Option(
+            parser=_path,
+            metavar="<path>",
+            help="file or directory to learn; by default the standard library's sources",
+        ),
     ] = None
     json: Annotated[Path | None, Option(help="write the results here")] = None
     trace: Annotated[

@@ -25,6 +25,7 @@ REFUSED = {
     "context 0": (["--context", "0"], "--context is 0; allowed"),
     "rate": (["--learning-rate", "nan"], "--learning-rate is nan; allowed"),
     "missing text": (["--text", "/nowhere/at all"], "cannot read /nowhere/at all: No such file"),
+    "text empty": (["--text", ""], "a path is empty; allowed"),
     "text a device": (["--text", "/dev/null"], "cannot read /dev/null: it is neither"),
     "json nowhere": (["--json", "/nowhere/out.json"], "cannot write /nowhere/out.json"),
     "json a directory": (["--json", "/tmp"], "cannot write /tmp: Is a directory"),
