@@ -3,13 +3,13 @@
 Every refusal is a UsageError of one line: the option, its value, and what is allowed.
 """
 
-import os
 import re
 from collections.abc import Collection
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from ringdp.comm.tracing import unwritable
 from ringdp.errors import UsageError
 
 
@@ -46,21 +46,10 @@ def names(given: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(word.strip() for word in given.split(",") if word.strip()))
 
 
-def check_writable(path: Path | None, option: str = "--json") -> None:
-    """Raise UsageError unless `path` can be opened for writing; leave no new file behind.
+def check_writable(path: Path | None, option: str = "--json", *, trace: bool = False) -> None:
+    """Raise UsageError unless `path`, or a trace there, can be written; leave no new file behind.
 
     Nothing is checked for None, which means that no file is asked for.
     """
-    if path is None:
-        return
-    existed = path.exists()
-    try:
-        with path.open("ab"):
-            pass
-    except OSError as error:
-        raise UsageError(
-            f"{option}: cannot write {path}: {os.strerror(error.errno or 0)}; "
-            "allowed: a file in a directory that exists and is writable"
-        ) from None
-    if not existed:
-        path.resolve().unlink()  # a dangling link stays as it was
+    if path is not None and (complaint := unwritable(option, path, trace=trace)):
+        raise UsageError(complaint)

@@ -12,7 +12,6 @@ from typer import BadParameter, Option
 
 from ringdp.cli.bench.rows import OURS
 from ringdp.cli.checks import between, check_writable, given, names
-from ringdp.comm.tracing import unwritable
 from ringdp.errors import UsageError
 
 STAGES = (0, 1, 2, 3)
@@ -123,8 +122,6 @@ def check(options: Options) -> None:
     for option in ("transport", "trace"):
         if options.modes and option in given(options):
             raise UsageError(f"--{option} is given with --mode; allowed: with --stage")
-    if options.trace is not None:
-        if complaint := unwritable("--trace", options.trace):
-            raise UsageError(complaint)
-        if options.json is not None and options.json.resolve() == options.trace.resolve():
-            raise UsageError(f"--json and --trace are both {options.trace}; allowed: two files")
+    check_writable(options.trace, "--trace", trace=True)
+    if options.json and options.trace and options.json.resolve() == options.trace.resolve():
+        raise UsageError(f"--json and --trace are both {options.trace}; allowed: two files")

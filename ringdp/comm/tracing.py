@@ -68,7 +68,7 @@ class Trace:
 
         there, _ = meeting(PrefixStore("trace", store), rank, ranks, TIMEOUT, look)
         self._meeting = Meeting(there, rank, ranks, host(), has_ended, pid_of=pids)  # type: ignore[arg-type]  # torch's stubs
-        complaint = unwritable("trace", self.path) if rank == 0 else None
+        complaint = unwritable("trace", self.path, trace=True) if rank == 0 else None
         own = str(self.path.absolute())
         self._opened = self._meeting.open(complaint, own)
         # Do not write where only the store says: anybody may have written it there.
@@ -166,28 +166,28 @@ class Trace:
             raise _unwritten(self.path, e) from None
 
 
-def unwritable(asked: str, path: Path) -> str | None:
-    """Return why no trace can be written to `path`, or None. `asked` begins the message."""
-    existed = path.exists()
-    why = None
-    if not path.name:
-        why = "it is a directory"
-    elif existed and not (path.is_file() or path.is_dir()):
-        why = "it is a device or a pipe"  # which the file would replace
-    else:
-        try:
+def unwritable(asked: str, path: Path, *, trace: bool) -> str | None:
+    """Return why `path` cannot be written, or None; leave no new file behind.
+
+    `asked` begins the message. A trace replaces the file, and has parts beside it.
+    """
+    try:
+        if path == Path("-"):
+            raise ValueError("it means standard output, not a file")
+        existed = path.exists()
+        if trace and existed and not (path.is_file() or path.is_dir()):
+            raise ValueError("it is a device or a pipe")
+        with path.open("ab"):
+            pass
+        if not existed:
+            path.resolve().unlink()  # keeps a dangling link
+        if trace:
             parts.check(path)
-            with path.open("ab"):
-                pass
-        except (OSError, ValueError) as e:  # ValueError: a name with a null byte
-            why = getattr(e, "strerror", None) or str(e)
-    if why is not None:
+    except (OSError, ValueError) as e:  # ValueError: also a name with a null byte
         return (
-            f"{asked}: cannot write {path}: {why}; allowed: a file in a directory that exists and "
-            "is writable"
+            f"{asked}: cannot write {path}: {getattr(e, 'strerror', e)}; allowed: a file in a "
+            "directory that exists and is writable"
         )
-    if not existed:
-        path.resolve().unlink()  # keeps a dangling link
     return None
 
 

@@ -28,9 +28,12 @@ REFUSED = {
     "text empty": (["--text", ""], "a path is empty; allowed"),
     "text a device": (["--text", "/dev/null"], "cannot read /dev/null: it is neither"),
     "json nowhere": (["--json", "/nowhere/out.json"], "cannot write /nowhere/out.json"),
+    "json a dash": (["--json", "-"], "cannot write -: it means standard output, not a file"),
+    "json a long name": (["--json", "x" * 300], "xxx: File name too long; allowed"),
     "json a directory": (["--json", "/tmp"], "cannot write /tmp: Is a directory"),
     "trace nowhere": (["--trace", "/nowhere/run.json"], "--trace: cannot write /nowhere/run.json"),
-    "trace the root": (["--trace", "/"], "--trace: cannot write /: it is a directory"),
+    "trace the root": (["--trace", "/"], "--trace: cannot write /: Is a directory"),
+    "trace a dash": (["--trace", "-"], "--trace: cannot write -: it means standard output, not a"),
     "trace of modes": (["--trace", "run.json", "--mode", "ddp"], "--trace is given with --mode"),
     "transport": (["--transport", "mpi"], "--transport is 'mpi'; allowed: shm, c10d, nccl, nccl-h"),
     "transport of modes": (

@@ -33,9 +33,9 @@ def report(trace: Path, page: Path, bench: str | None, console: Console) -> int:
     """Return the exit code, 0. Raises UsageError for bad input, RingdpError if writing fails."""
     if bench is not None and not bench.endswith(".json"):
         raise UsageError(f"--network is {bench!r}; allowed: a .json file of `ringdp bench --json`")
+    check_writable(page, "--html")
     if page.exists() and trace.exists() and page.samefile(trace):
         raise UsageError(f"--html: {page} is the trace itself; allowed: another file")
-    check_writable(page, "--html")
     with console.status(Text(f"reading {trace}")) as status:
         run = read(trace)
         data = digest(run, bench, lambda what: status.update(Text(what)))

@@ -210,7 +210,8 @@ def test_damaged_files_and_bad_options_are_refused_in_one_line(tmp_path: Path, r
     text = path.read_text(encoding="utf-8")
     (tmp_path / "half.json").write_text(text[: len(text) // 2], encoding="utf-8")
     refused_with("half.json is cut off", trace=tmp_path / "half.json")
-    refused_with("--html: cannot write", html=tmp_path / "nowhere" / "page.html")
+    for name in ("nowhere/page.html", "x" * 300):
+        refused_with("--html: cannot write", html=tmp_path / name)
     refused_with("--network is '400Gb'; allowed: a .json", "--network", "400Gb")
     refused_with(f"--html: {path} is the trace itself", html=path)
     assert path.read_text(encoding="utf-8") == text
