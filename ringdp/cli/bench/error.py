@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ringdp.cli.bench.cases import torch_dtype
 from ringdp.cli.bench.options import Options, check_algorithms, only
+from ringdp.cli.bench.rows import named
 from ringdp.cli.checks import check_writable
 from ringdp.cli.console import say, say_written, show_table, table
 from ringdp.cli.files import write_json
@@ -67,10 +68,10 @@ def check(options: Options) -> tuple[str, ...]:
     check_writable(options.json)
     if options.algorithm == Options.algorithm:
         return tuple(a.name for a in ALGORITHMS if a.collective == "all_reduce")
-    named = tuple("direct" if name == "auto" else name for name in options.algorithms)
-    for name in named:  # raises for an algorithm that does not exist or is wrong
+    algorithms = tuple(dict.fromkeys(map(named, options.algorithms)))
+    for name in algorithms:  # raises for an algorithm that does not exist or is wrong
         program("all_reduce", name, RANKS[0], 0, 0, None)
-    return named
+    return algorithms
 
 
 def bench(options: Options, console: Console) -> int:

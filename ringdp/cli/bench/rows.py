@@ -62,7 +62,7 @@ class Row:
         Pricing any other algorithm would run a file that the row names, or a proof that may take
         hours.
         """
-        return self.modelled and (self.collective, _named(self.algorithm)) in CLOSED
+        return self.modelled and (self.collective, named(self.algorithm)) in CLOSED
 
     @property
     def beats_bound(self) -> bool:
@@ -129,13 +129,13 @@ def fitted(rows: Iterable[Row]) -> Machine:
 
 def priced(collective: str, algorithm: str, n: int) -> Price:
     """An algorithm's price. Raises UsageError if there is none, ScheduleError if it is wrong."""
-    name, kind = _named(algorithm), cast(Collective, collective)
+    name, kind = named(algorithm), cast(Collective, collective)
     if (collective, name) in CLOSED:
         return closed(kind, name, n)
     return price(proved(name, kind, n))
 
 
-def _named(algorithm: str) -> str:
+def named(algorithm: str) -> str:
     return DEFAULT if algorithm == "auto" else algorithm
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ringdp.cli.bench.error import DTYPES, RANKS, measure, ulps
+from ringdp.cli.bench.error import DTYPES, RANKS, check, measure, ulps
+from ringdp.cli.bench.options import Options
 from ringdp.cli.main import main
 
 ALGORITHMS = ("ring", "two_way_ring", "direct", "halving", "doubling", "tree", "hierarchical")
@@ -72,6 +73,11 @@ def test_the_errors_are_printed_and_written(tmp_path: Path, capsys: pytest.Captu
     (line,) = [s for s in shown.splitlines() if s.split()[:2] == ["bfloat16", "doubling"]][:1]
     means = [r["mean"] for r in rows if (r["dtype"], r["inputs"]) == ("bfloat16", "positive")]
     assert [float(word) for word in line.split()[2::2]] == [float(f"{m:.2f}") for m in means]
+
+
+def test_an_algorithm_that_is_named_twice_is_measured_once():
+    options = Options("error", algorithm="auto,ring,direct")
+    assert check(options) == ("direct", "ring")
 
 
 @pytest.mark.parametrize(
