@@ -29,17 +29,23 @@ class Mpi(NamedTuple):
 
     launcher: str  # a file that only this wheel has
     library: str
+    rank: str  # the environment variable with a process's rank
     arguments: tuple[str, ...]
     yielding: dict[str, str]  # environment variables if ranks share cores
 
 
 MPIS = {
     "mpich": Mpi(
-        "mpiexec.hydra", "libmpi.so.12", ("-bind-to", "none"), {"MPIR_CVAR_POLLS_BEFORE_YIELD": "1"}
+        "mpiexec.hydra",
+        "libmpi.so.12",
+        "PMI_RANK",
+        ("-bind-to", "none"),
+        {"MPIR_CVAR_POLLS_BEFORE_YIELD": "1"},
     ),
     "openmpi": Mpi(
         "ompirun_wrapper",
         "libmpi.so.40",
+        "OMPI_COMM_WORLD_RANK",
         ("--allow-run-as-root", "--oversubscribe", "--bind-to", "none"),
         {"OMPI_MCA_mpi_yield_when_idle": "1"},
     ),

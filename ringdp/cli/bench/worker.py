@@ -40,7 +40,6 @@ from ringdp.cli.bench.peers import MPIS
 from ringdp.cli.bench.rows import OURS
 
 LAST_WORDS = 1.0  # s for the others to end, after a rank has ended with an error
-RANK_VARIABLES = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK")  # torchrun's, MPICH's, OpenMPI's
 
 
 def main() -> None:
@@ -74,7 +73,7 @@ def _parent_of(ranks: int) -> bool:
 
 
 def be_rank(name: str, address: str, cores: str) -> None:
-    rank = next(int(os.environ[v]) for v in RANK_VARIABLES if v in os.environ)
+    rank = rank_of(name)
     choice = [int(core) for core in cores.split(",")]
     if name not in gpus.CONTENDERS:  # NCCL's threads need further cores when it uses sockets
         os.sched_setaffinity(0, {choice[rank % len(choice)]})
@@ -88,6 +87,11 @@ def be_rank(name: str, address: str, cores: str) -> None:
             contender.close()
         except Exception:
             pipe.send(Failure(traceback.format_exc()))
+
+
+def rank_of(name: str) -> int:
+    """This process's rank. Other launchers' variables may come from the bench's environment."""
+    return int(os.environ[MPIS[name].rank if name in MPIS else "RANK"])
 
 
 def connect(name: str) -> Contender:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ringdp.cli.bench import command, groups, peers, run
+from ringdp.cli.bench import command, groups, peers, run, worker
 from ringdp.cli.bench.cases import Task
 from ringdp.cli.bench.contenders import Round, Times
 from ringdp.cli.bench.groups import probe_ranks
@@ -88,6 +88,14 @@ def test_a_missing_peer_package_is_named_with_its_installation(
     assert main(["bench", "all_reduce", "--peer", "mpich"]) == 2
     assert f"--peer mpich: {missing} is not installed" in (error := capsys.readouterr().err)
     assert "pip install 'ringdp[bench]'" in error
+
+
+def test_ranks_of_a_peer_ignore_the_variables_of_other_launchers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for k, variable in enumerate(("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK")):
+        monkeypatch.setenv(variable, str(k))
+    assert [worker.rank_of(name) for name in ("gloo", "mpich", "openmpi")] == [0, 1, 2]
 
 
 @pytest.mark.process
