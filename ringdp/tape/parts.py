@@ -47,22 +47,27 @@ def head(part: Path) -> Head:
 
 
 def merge(trace: Path, parts: Mapping[int, Path], facts: Head) -> None:
-    """Write the trace and remove the parts. `facts` holds what all ranks have in common."""
-    heads = {str(rank): head(part) for rank, part in parts.items()}
-    about = {"version": VERSION, **facts, "parts": heads}
-    with replacing(trace) as out:
-        start = '{"displayTimeUnit":"ms","ringdp":' + json.dumps(about) + ',"traceEvents":['
-        out.write(start.encode())
-        between = b"\n"
+    """Write the trace and, even if that fails, remove the parts.
+
+    `facts` holds what all ranks have in common.
+    """
+    try:
+        heads = {str(rank): head(part) for rank, part in parts.items()}
+        about = {"version": VERSION, **facts, "parts": heads}
+        with replacing(trace) as out:
+            start = '{"displayTimeUnit":"ms","ringdp":' + json.dumps(about) + ',"traceEvents":['
+            out.write(start.encode())
+            between = b"\n"
+            for part in parts.values():
+                with part.open("rb") as lines:
+                    lines.readline()
+                    for line in lines:
+                        out.write(between + line.rstrip(b"\n"))
+                        between = b",\n"
+            out.write(b"\n]}\n")
+    finally:
         for part in parts.values():
-            with part.open("rb") as lines:
-                lines.readline()
-                for line in lines:
-                    out.write(between + line.rstrip(b"\n"))
-                    between = b",\n"
-        out.write(b"\n]}\n")
-    for part in parts.values():
-        part.unlink(missing_ok=True)
+            part.unlink(missing_ok=True)
 
 
 @contextmanager

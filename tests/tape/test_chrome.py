@@ -60,11 +60,12 @@ def test_merged_parts_are_removed(tmp_path: Path):
     assert [p.name for p in tmp_path.iterdir()] == ["run.json"]
 
 
-def test_a_failed_merge_keeps_the_older_trace(tmp_path: Path):
+def test_a_failed_merge_keeps_only_the_older_trace(tmp_path: Path):
     trace = tmp_path / "run.json"
     trace.write_text("an older one", encoding="utf-8")
+    write_part(part := part_path(trace, "ab12", 0), {}, ())
     with pytest.raises(OSError, match="No such file"):
-        merge(trace, {0: tmp_path / "missing"}, {})
+        merge(trace, {0: part, 1: tmp_path / "missing"}, {})
     assert trace.read_text(encoding="utf-8") == "an older one"
     assert [p.name for p in tmp_path.iterdir()] == ["run.json"]
 
