@@ -102,6 +102,11 @@ class Trace:
         if recorded is None:
             raise UsageError("this trace does not run; start it first")
         meeting = self._meeting
+        if (process := meeting.members[meeting.rank].pid) != os.getpid():
+            raise UsageError(
+                f"this trace belongs to process {process}; process {os.getpid()}, forked from it, "
+                "cannot end it"
+            )
         self._recorder = None
         recorder.stop()
         if patience == PATIENCE:

@@ -141,6 +141,25 @@ def test_a_rank_writes_only_to_its_own_path(ranks, tmp_path):
     assert list(elsewhere.iterdir()) == []
 
 
+def end_in_a_forked_child(comm: ringdp.Communicator, path: Path) -> None:
+    with ringdp.trace(path) as trace:
+        if not (child := os.fork()):
+            try:
+                trace.stop()
+            except ringdp.UsageError as e:
+                os._exit(0 if "forked from it, cannot end it" in str(e) else 2)
+            finally:
+                os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+        comm.all_reduce(torch.ones(10))
+
+
+def test_a_forked_child_cannot_end_its_parents_trace(ranks, tmp_path):
+    ranks(2)(end_in_a_forked_child, tmp_path / "run.json")
+    assert [p.name for p in tmp_path.iterdir()] == ["run.json"]
+    assert len(TraceFile(tmp_path / "run.json").spans("collective")) == 2
+
+
 def publish_malformed_part(comm: ringdp.Communicator, path: Path, text: str) -> None:
     """Rank 1 publishes malformed data instead of its part."""
     damaged = (
