@@ -173,7 +173,7 @@ def _lanes(run: Run, names: Names) -> Iterable[dict[str, Any]]:
 
 def _where(event: Event, names: Names) -> int:
     """The user's line that called it, as a number in `names`; -1 if there is none."""
-    return names[event["args"]["at"]] if "at" in event["args"] else -1
+    return names[event["args"]["at"]] if event["cat"] == "collective" else -1
 
 
 def _collective(whole: Whole, over: Network | None, priced: Mapping[Kind, Price]) -> dict[str, Any]:

@@ -271,6 +271,16 @@ def test_any_damaged_value_is_refused_in_one_line_or_shown(tmp_path: Path):
     assert len(messages) > len(damaged)
 
 
+def test_only_a_collectives_line_is_read(tmp_path: Path):
+    run = read(trace(tmp_path))
+    next(e for e in run.events if e.get("cat") == "forward")["args"]["at"] = []
+    found = digest(run, None, lambda _: None)
+    called = {
+        (found["names"][kind], at >= 0) for x in found["lanes"] for _, kind, *_, at in x["spans"]
+    }
+    assert called == {(kind, kind == "collective") for kind, _ in called}
+
+
 def test_names_that_look_like_markup_are_printed_unchanged(tmp_path: Path, capsys):
     place = tmp_path / "[bold]:zap:[" / "b]"
     place.mkdir(parents=True)
