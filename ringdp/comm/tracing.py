@@ -182,10 +182,11 @@ def unwritable(asked: str, path: Path, *, trace: bool) -> str | None:
         existed = path.exists()
         if trace and existed and not (path.is_file() or path.is_dir()):
             raise ValueError("it is a device or a pipe")
-        with path.open("ab"):
-            pass
-        if not existed:
-            path.resolve().unlink()  # keeps a dangling link
+        if not path.is_fifo():  # its reader would see its end
+            with path.open("ab"):
+                pass
+            if not existed:
+                path.resolve().unlink()  # keeps a dangling link
         if trace:
             parts.check(path)
     except (OSError, ValueError) as e:  # ValueError: also a name with a null byte

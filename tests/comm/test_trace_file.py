@@ -191,7 +191,7 @@ def collect_refusals(comm: ringdp.Communicator, path: Path, pipe: Path) -> list[
         lambda: ringdp.trace("/nowhere/run.json").start(),
         lambda: ringdp.trace(pipe).start(),
         lambda: ringdp.trace("a\0b").start(),
-        lambda: ringdp.trace(path.with_name("n" * 240)).start(),
+        *(lambda n=n: ringdp.trace(path.with_name("n" * n)).start() for n in (240, 300)),
         lambda: ringdp.trace(path).stop(),
     ):
         with pytest.raises(ringdp.UsageError) as found:
@@ -215,6 +215,6 @@ def test_bad_paths_are_refused_on_every_rank(ranks, tmp_path):
             f"trace: cannot write {pipe}: it is a device or a pipe; allowed"
         )
         assert "embedded null " in messages[2]  # "byte"; from Python 3.13 on "character"
-        assert "nnn: File name too long; allowed" in messages[3]
-        assert messages[4] == "this trace does not run; start it first"
+        assert all("nnn: File name too long; allowed" in message for message in messages[3:5])
+        assert messages[5] == "this trace does not run; start it first"
     assert (tmp_path / "run.json").exists()

@@ -8,7 +8,9 @@ else is refused in one line.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
+from glob import escape, glob
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -151,7 +153,7 @@ def _misfits(about: dict[str, Any], document: dict[str, Any]) -> Iterator[str]:
 
 def _parts_beside(path: Path) -> str:
     """Name the parts that ranks have left behind, if rank 0 ended before merging them."""
-    found = sorted(p.name for p in path.parent.glob(f"{path.name}.*.part")) if path.name else []
+    found = sorted(map(os.path.basename, glob(f"{escape(str(path))}.*.part")))
     if not found:
         return f"; {WRITTEN_BY}"
     return f": rank 0 ended before it merged {', '.join(found)}; {WRITTEN_BY}"

@@ -224,9 +224,9 @@ def test_damaged_files_and_bad_options_are_refused_in_one_line(tmp_path: Path, r
     parts["0"], document["traceEvents"][0]["pid"] = parts.pop("1"), 2
     path.write_text(json.dumps(document), encoding="utf-8")
     refused_with("traceEvents[0].pid is 2, of no rank")
-    (tmp_path / "other.json.ab12.rank1.part").write_text("{}", encoding="utf-8")
-    message = "rank 0 ended before it merged other.json.ab12.rank1.part"
-    refused_with(message, trace=tmp_path / "other.json")
+    (tmp_path / "other[1].json.ab12.rank1.part").write_text("{}", encoding="utf-8")
+    message = "rank 0 ended before it merged other[1].json.ab12.rank1.part"
+    refused_with(message, trace=tmp_path / "other[1].json")
     assert not page.exists()
 
 
