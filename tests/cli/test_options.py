@@ -2,11 +2,13 @@
 
 import json
 import os
+import select
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from ringdp.cli.checks import check_writable
 from ringdp.cli.files import write, write_json
 from ringdp.cli.options import Options, check, parse_stages
 from ringdp.errors import RingdpError
@@ -48,9 +50,17 @@ def test_files_are_replaced_atomically(tmp_path: Path, monkeypatch: pytest.Monke
     assert sorted(tmp_path.iterdir()) == [file, link]
 
 
+def test_a_pipe_is_not_opened_before_it_is_written(tmp_path: Path) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe")
+    with open(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK), "rb") as reader:
+        ends = select.poll()
+        ends.register(reader)
+        check_writable(pipe)
+        assert ends.poll(0) == []
+
+
 def test_pipes_are_written_in_place(tmp_path: Path) -> None:
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
+    os.mkfifo(pipe := tmp_path / "pipe")
     with ThreadPoolExecutor(1) as reader:
         read = reader.submit(pipe.read_text)
         write(pipe, "found")
