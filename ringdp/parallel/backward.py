@@ -171,11 +171,12 @@ class Backwards:
         if self._now is None or (in_backward() and self._now.alive()):
             return
         self.gathering.prefetch_deferred(wait=True)
-        self._end(learn=False)
+        self.reducing.finish()
         self.reducing.drop()
         for unit in self.units:
             for p in (*unit.parameters, *unit.computed):
                 p.grad = None
+        self._end(learn=False)
 
     def _end(self, *, learn: bool) -> None:
         self.reducing.finish()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from ringdp import Communicator, Precision, UsageError
 from tests.parallel.small import (
     WIDTH,
     assert_equal,
+    assert_gradients,
     batch,
     loss,
     net,
@@ -116,6 +118,30 @@ def test_a_write_during_a_forward_is_kept_or_refused(
         loss(one).backward()
         torch.optim.SGD(one.parameters(), lr=0.1).step()
     assert_equal(engine, twin)
+    engine.close()
+
+
+@on_ranks(2)
+def test_a_backward_that_wrote_leaves_no_bucket(comm: Communicator) -> None:
+    """It raises while the root's is filled, and again when the next forward reshards."""
+    model, twin = net(), net()
+    engine = ringdp.shard(model, stage=3, unit=lambda m: m in (model[0], model[2]), comm=comm)
+
+    @torch.no_grad()
+    def write(_: nn.Parameter) -> None:
+        for block in model:
+            block[0].bias.mul_(1)
+
+    handle = model[2][0].bias.register_post_accumulate_grad_hook(write)
+    with pytest.raises(UsageError, match="written to while its unit computes"):
+        loss(model).backward()
+    handle.remove()
+    with suppress(UsageError):
+        loss(model)
+    for one in (model, twin):
+        loss(one).backward()
+    assert_gradients(engine, twin)
+    assert engine.ledger.now["buckets"] == 0
     engine.close()
 
 
