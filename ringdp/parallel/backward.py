@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ringdp.errors import UsageError
+from ringdp.errors import CommunicationError, UsageError
 from ringdp.parallel.autograd_state import in_backward, leaves_some_out
 from ringdp.parallel.gathering import Gathering
 from ringdp.parallel.grad_hooks import UnitGradHooks
@@ -75,6 +75,8 @@ class Backwards:
     @unguarded
     def _prepare(self, index: int) -> None:
         unit = self.units[index]
+        if self.reducing.comm.closed:
+            raise CommunicationError("the engine was closed, or aborted, before a backward ended")
         if self._has_reached(index):
             if unit.state is not State.UNSHARDED:
                 self.use(index)

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from ringdp.errors import UsageError
 from ringdp.parallel.accounting.accounts import Accounts
 from ringdp.parallel.accounting.memory import Ledger
-from ringdp.parallel.autograd_state import in_backward, transformed
+from ringdp.parallel.autograd_state import check_not_in_backward, in_backward, transformed
 from ringdp.parallel.backward import Backwards
 from ringdp.parallel.gathering import Gathering
 from ringdp.parallel.guards import copies, sliced, state_dict, steps
@@ -183,8 +183,8 @@ class Engine(Accounts, Traced):
         if not steps.has_any(optimizer, self.units):
             return  # other ranks may not step it, so the order of collectives must not depend on it
         steps.check(optimizer, self.stage, summoned=self._summoned)
-        self.take(optimizer)
         self.check_reduced("the optimizer steps")
+        self.take(optimizer)
         self.backwards.settle()
         self.gathering.end(learn=False)
         self.gathering.let_write()
@@ -197,7 +197,9 @@ class Engine(Accounts, Traced):
             optim_state.take(optimizer, self)
 
     def check_reduced(self, what: str) -> None:
-        """Raise UsageError, which begins with `what`, if gradients of no_sync are not reduced."""
+        """Raise UsageError, which begins with `what`, within backward, or if gradients of no_sync
+        are not reduced."""
+        check_not_in_backward(what)
         self.reducing.unreduced.check_none_waits(self.units, what)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -234,6 +236,7 @@ class Engine(Accounts, Traced):
             self._writes |= write
             yield
             return
+        check_not_in_backward("full_parameters() is entered")
         self.backwards.settle()
         self.gathering.summon_all()
         self._writes = write

@@ -163,7 +163,7 @@ class Recorder:
             self.events.append((name, tag))
             return getattr(self.comm, name)(*args, tag=tag, **kwargs)
 
-        return getattr(self.comm, name) if name in ("close", "ended", "size") else call
+        return getattr(self.comm, name) if name in ("close", "closed", "ended", "size") else call
 
 
 def issued_events(comm: Communicator, stage: int, keeps: bool) -> list[tuple[str, int]]:

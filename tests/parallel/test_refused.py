@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -60,11 +60,28 @@ def test_unsupported_models_and_calls_are_refused(comm: Communicator, stage: int
         with torch.no_grad():
             model[0].weight  # noqa: B018, which a parametrization makes
 
-    def step_within() -> None:
+    def step(engine: ringdp.Engine) -> None:
+        torch.optim.SGD(engine.model.parameters(), lr=0.1).step()
+
+    def clip(engine: ringdp.Engine) -> None:
+        ringdp.clip_grad_norm_(engine, 1.0)
+
+    def gather(engine: ringdp.Engine) -> None:
+        with engine.full_parameters():
+            pass
+
+    def save(engine: ringdp.Engine) -> None:
+        ringdp.save("checkpoint", engine)
+
+    def within_backward(act: Callable[[ringdp.Engine], None]) -> None:
         model = net_of(net())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        next(model.parameters()).register_post_accumulate_grad_hook(lambda _: optimizer.step())
+        next(model.parameters()).register_post_accumulate_grad_hook(lambda _: act(engines[-1]))
         loss(model(batch())).backward()
+
+    def after_closing() -> None:
+        value = loss(net_of(net())(batch()))
+        engines[-1].close()
+        value.backward()
 
     def sparse() -> None:
         model = net_of(nn.Sequential(nn.Embedding(5, WIDTH, sparse=True)))
@@ -82,10 +99,14 @@ def test_unsupported_models_and_calls_are_refused(comm: Communicator, stage: int
         (within, "full_parameters"),
         (second_order, "create_graph" if stage == 3 else None),
         (with_weight_norm, "outside the forward of its unit" if stage else None),
-        (step_within, "steps within backward"),
+        (lambda: within_backward(step), "the optimizer steps within backward"),
+        (lambda: within_backward(clip), "gradients are clipped or scaled within backward"),
+        (lambda: within_backward(gather), r"full_parameters\(\) is entered within backward"),
+        (lambda: within_backward(save), "a checkpoint is saved or loaded within backward"),
+        (after_closing, "closed, or aborted, before a backward ended"),
         (sparse, r"parameter 0\.weight got a sparse gradient"),
     ):
-        with pytest.raises(ringdp.UsageError, match=message) if message else nullcontext():
+        with pytest.raises(ringdp.RingdpError, match=message) if message else nullcontext():
             attempt()
         engines.pop().close()
 

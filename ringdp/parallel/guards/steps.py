@@ -13,7 +13,6 @@ from torch.optim.optimizer import (
 )
 
 from ringdp.errors import UsageError
-from ringdp.parallel.autograd_state import in_backward
 from ringdp.parallel.guards import resting, sliced
 from ringdp.parallel.guards.computed import ComputeParam
 from ringdp.parallel.stages import Keep, Stage
@@ -71,11 +70,6 @@ def has_any(optimizer: Optimizer, units: Sequence[FlatUnit]) -> bool:
 
 def check(optimizer: Optimizer, stage: Stage, *, summoned: bool) -> None:
     """Raise UsageError if it must not step now, or not at all."""
-    if in_backward():
-        raise UsageError(
-            "an optimizer steps within backward, where gradients are not reduced yet and weights "
-            "are gathered; step it after backward"
-        )
     if summoned:
         raise UsageError("an optimizer steps within full_parameters(); step it after that")
     if stage.optimizer is Keep.SHARD:
