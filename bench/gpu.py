@@ -39,8 +39,10 @@ from ringdp.schedule import fuse, project, schedule
 from ringdp.transport.peer.kernels import CudaKernels, Launch
 
 LEAST = 10.0  # s: a part is not begun with less time left
+START = 10.0  # s, at most, until pytest has imported torch and starts the first test
 LOG = ROOT / "build" / "gpu.log"
-# Kernels compile for each dtype and alignment, which is faster in several processes.
+# Kernels compile for each dtype and alignment, and NCCL takes time for each communicator: both are
+# faster in several processes.
 SIDE_BY_SIDE = ("-n", "8") if find_spec("xdist") else ()
 FEW_THREADS = ("env", "OMP_NUM_THREADS=2")  # per process
 OPTIONS = ("-vv", "-rs", "--tb=short", "--durations=5", "-m", "gpu")
@@ -52,7 +54,8 @@ PACKAGES = ("ringdp", "torch", "triton", "numpy", "cupy-cuda12x", "cupy-cuda13x"
 
 
 def pytested(name: str, limit: float, *where: str, needs: str = "") -> Part:
-    hangs = f"faulthandler_timeout={limit / 2:.0f}"  # s per test
+    # A test that hangs says where, and ends its part, before the part is killed.
+    hangs = f"faulthandler_timeout={limit - START:.0f}"
     command = (*PYTEST, "-o", hangs, "--maxfail=25", "--junitxml", "{out}", *where)
     return Part(name, command, limit, tests=True, needs=needs)
 
@@ -66,11 +69,11 @@ OVER_NCCL = ("all_reduce", "--transport", "nccl", "--rounds", "2")
 MEETING = "two processes meet over NCCL"  # on one GPU, as if on two hosts
 
 PARTS = (
-    Part("what is here", (*MAIN, "doctor"), 10, tests=False),
+    Part("what is here", (*MAIN, "doctor"), 15, tests=False),
     pytested("kernels equal the CPU's bits", 75, *SIDE_BY_SIDE, "tests/kernels"),
     benched("bench of kernels", 70, "4K", "1G", "kernels"),
-    pytested("NCCL with virtual ranks", 40, "tests/transport/nccl/test_virtual.py"),
-    pytested(MEETING, 30, "tests/transport/nccl/test_meeting.py"),
+    pytested("NCCL with virtual ranks", 30, *SIDE_BY_SIDE, "tests/transport/nccl/test_virtual.py"),
+    pytested(MEETING, 35, "tests/transport/nccl/test_meeting.py"),
     pytested("NCCL with processes", 65, "tests/transport/nccl/test_gpu.py", needs=MEETING),
     *(  # two processes take turns on one GPU, so large sizes may take long
         benched(
@@ -83,7 +86,7 @@ PARTS = (
         )
         for least, most in (("64K", "1M"), ("4M", "16M"))
     ),
-    pytested("the engine, on one rank", 40, "tests/transport/nccl/test_alone.py"),
+    pytested("the engine, on one rank", 40, *SIDE_BY_SIDE, "tests/transport/nccl/test_alone.py"),
     pytested("peer memory equals the simulator", 45, "tests/transport/test_peer.py"),
     Part("bench of peer memory", (sys.executable, "-m", "bench.gpu", "peer", "{out}"), 25, False),
     pytested("processes over peer memory", 35, "tests/transport/test_peer_gpu.py"),

@@ -36,7 +36,7 @@ pytestmark = [
 
 
 # seconds; less than `make gpu` gives to all of these tests, so one that hangs lets the others run
-LIMIT = 60.0
+LIMIT = 40.0
 
 
 @pytest.fixture
