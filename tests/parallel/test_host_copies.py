@@ -3,6 +3,7 @@ reads them."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,3 +96,20 @@ def test_a_step_waits_for_gathers_that_read_its_masters(monkeypatch: pytest.Monk
         optimizer.step()
         engine.close()
     assert events == ["the host waits", "the step"]
+
+
+def test_a_load_waits_for_gathers_that_read_its_masters(tmp_path: Path):
+    with ringdp.init() as comm:
+        model = torch.nn.Linear(4, 4)
+        engine = ringdp.shard(model, stage=3, comm=comm)
+        ringdp.save(tmp_path, engine)
+        with engine.full_parameters(write=True):
+            torch.nn.init.ones_(model.weight)
+        unit: Any = engine.units[0]
+        before, read = unit.master.clone(), list[torch.Tensor]()
+        unit.reader = SimpleNamespace(synchronize=lambda: read.append(unit.master.clone()))
+        ringdp.load(tmp_path, engine)
+        assert not torch.equal(unit.master, before)
+        engine.close()
+    (found,) = read
+    assert torch.equal(found, before)

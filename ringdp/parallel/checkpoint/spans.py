@@ -31,13 +31,15 @@ class Piece(NamedTuple):
 
 
 def pieces(engine: Engine) -> list[Piece]:
-    """Every parameter, with all units at rest. Raises UsageError inside full_parameters()."""
+    """Every parameter, with all units at rest, which no gather reads any more. Raises UsageError
+    inside full_parameters()."""
     if any(unit.state is State.SUMMONED for unit in engine.units):
         raise UsageError(
             "within full_parameters() no checkpoint is saved or loaded; leave it first"
         )
     check_not_in_backward("a checkpoint is saved or loaded")
     engine.gathering.reshard_all()
+    engine.gathering.let_write()
     found = []
     for unit in engine.units:
         unit.settle()
