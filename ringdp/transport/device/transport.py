@@ -9,16 +9,18 @@ On CUDA a wait returns once the caller's stream is ordered behind the collective
 
 from __future__ import annotations
 
+import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from ringdp.errors import UsageError
-from ringdp.transport.base import Run, Stamped
+from ringdp.transport.base import FailureKind, Run, Stamped
 from ringdp.transport.c10d.transport import Failed
 from ringdp.transport.device.in_flight import Given, InFlight, Met, Watching
 from ringdp.transport.device.launch_queue import launches
@@ -34,6 +36,7 @@ class DeviceTransport(Watching):
         Raises CommunicationError if the ranks do not meet.
         """
         super().__init__(given, device)
+        self._launching = threading.Lock()  # held by a launch, which uses what leaving frees
         # By ticket: the host tensor that a message is received in, and its device destination.
         self._arrivals: dict[int, tuple[Tensor, Tensor]] = {}
         self._launches = self._jobs if device.type == "cpu" else launches(self.device)
@@ -140,11 +143,8 @@ class DeviceTransport(Watching):
     def _run_on_device(
         self, ticket: int, ours: Stamped, arrival: object, act: Callable[[], int], kept: object
     ) -> None:
-        if self._failures.failure is not None:
-            return  # the device's work is being aborted
         until = time.monotonic() + self.timeout
-        with self._streams.current(), self._translated(ours):
-            self._streams.follow(arrival)
+        with self._launch(arrival, ours):
             work = InFlight(ticket, until, ours, kept, self._exchange(ours))
             if not (at_once := self._agrees(work)):
                 self._under_way.append(work)
@@ -156,14 +156,23 @@ class DeviceTransport(Watching):
                 self._under_way.append(work)
         self._end(ticket, sent)
 
+    @contextmanager
+    def _launch(self, arrival: object, ours: Stamped | None = None) -> Iterator[None]:
+        """Within the block, the work of collective `ours` can be put in the streams, behind
+        `arrival`. Raises Failed once the device's work is being aborted."""
+        with self._launching, self._streams.current(), self._translated(ours):
+            if self._failures.failure is not None:
+                raise Failed(FailureKind.STOPPED, self.rank)
+            self._streams.follow(arrival)
+            yield
+
     def _capture(self, ours: Stamped, act: Callable[[], int]) -> int:
         """Capture the collective in a CUDA graph, on the caller's thread. No stamps are exchanged,
         as replays are not compared. The caller's stream is ordered behind it at once."""
         self._await_quiet()
         ticket, arrival, sent = next(self._tickets), self._streams.arrival(), 0
         try:
-            with self._streams.current(), self._translated():
-                self._streams.follow(arrival)
+            with self._launch(arrival):
                 sent, end = act(), self._streams.end()
             self._streams.settle(end)
         except Failed as e:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 from functools import partial
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +35,6 @@ class NcclTransport(DeviceTransport):
         instead of the real one. Raises UsageError if NCCL is not available."""
         device = device_of("nccl", host=host)
         self._binding = binding(host=host)
-        self._launching = threading.Lock()
         self._unique = shared_id(given.handshake, self._binding)
         super().__init__(given, device)
 
@@ -78,15 +75,11 @@ class NcclTransport(DeviceTransport):
         tiles = Tiles(steps, buffer, bounds, staging.view(buffer.dtype), slab)
         return execute(self._nccl, {self.rank: tiles}, run.op)
 
-    def _run_on_device(self, *job: Any) -> None:
-        with self._launching:
-            super()._run_on_device(*job)
-
     def _check_health(self) -> None:
         self._nccl.comm.check_async_error()
 
     def _leave_device(self, *, hangs: bool) -> None:
-        through = self._launching.acquire(timeout=LAUNCH)  # a launch uses what NCCL frees
+        through = self._launching.acquire(timeout=LAUNCH)
         (self._nccl.comm.abort if hangs else self._nccl.comm.destroy)()
         if through:
             self._launching.release()

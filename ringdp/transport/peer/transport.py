@@ -68,7 +68,7 @@ class PeerTransport(DeviceTransport):
         self._kernels = kernels_on(where)
         self._shape = shape(given.handshake.ranks, CHANNELS[where.type])
         self._last_words = given.store
-        self._launching, self._left, self._exits = threading.Lock(), False, threading.Event()
+        self._exits = threading.Event()
         # By what determines a job, the last used one last.
         self._jobs_made: OrderedDict[tuple[object, ...], _Made] = OrderedDict()
         self._windows = windows(where, given.handshake, self._shape.window)
@@ -108,12 +108,7 @@ class PeerTransport(DeviceTransport):
         made, channels = self._made(run), self._shape.channels
         room = self._room(jobs.room_bytes(run.program, self._shape, channels, run.dtype)).data_ptr()
         name, at, number = kernel_name(run.dtype), buffer.data_ptr(), ours.digest + 1  # not 0
-        with self._launching:
-            if self._left:  # the windows are gone
-                raise Failed(FailureKind.STOPPED, self.rank)
-            self._kernels.launch(
-                Launch(name, (channels, 1), made.job, made.shared, at, room, number)
-            )
+        self._kernels.launch(Launch(name, (channels, 1), made.job, made.shared, at, room, number))
         return 0  # the device counts the bytes
 
     def _made(self, run: Run) -> _Made:
@@ -168,10 +163,9 @@ class PeerTransport(DeviceTransport):
         replays = bool(self._captured)  # graphs may replay, and nothing here sees their end
         if hangs or replays:
             self._windows.stop(self.rank + 1)
-        with self._launching:  # on the host, a launch holds it until the kernel has ended
-            self._left = True
-        self._streams.drain()
-        self._jobs_made.clear()
+        with self._launching:  # on the host, until the kernel has ended
+            self._streams.drain()
+            self._jobs_made.clear()
         if replays:  # a replay may still write to windows, and to its counts when it ends
             held = self._counts, self._table, self._failure, self._windows
             _of_replays.append((*self._captured, *held))
