@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, get_args
 from weakref import WeakKeyDictionary
 
@@ -34,6 +35,7 @@ from ringdp.transport.peer.transport import PeerTransport
 from ringdp.transport.shm.transport import ShmTransport
 from ringdp.transport.store.client import StoreClient
 from ringdp.transport.store.handshake import Handshake, Places
+from ringdp.transport.store.processes import has_ended, pid_of
 
 TransportName = Literal["shm", "c10d", "nccl", "nccl-host", "peer", "peer-host"]
 TIMEOUT, WARN_AFTER = 1800.0, 5.0  # s
@@ -191,14 +193,32 @@ def _await_group(group: ProcessGroup, store: Store, timeout: float) -> None:
         raise CommunicationError(f"{here}; the store is unreachable: {e}") from e
 
 
-def through(store: Store, rank: int, ranks: int, *, name: str, timeout: float) -> Communicator:
+def places_of(comm: Communicator, ranks: Sequence[int]) -> Places:
+    """Return where the processes of these ranks of a communicator are recorded."""
+    made = comm._connect
+    assert isinstance(made, _Connector)
+    return Places(PrefixStore(made.whole, made.store), [comm._ranks[r] for r in ranks])
+
+
+def through(
+    store: Store, rank: int, ranks: int, *, name: str, timeout: float, places: Places | None = None
+) -> Communicator:
     """Return a communicator over shared memory of the ranks that meet in `store`, which they keep.
 
     Collective: every rank must call it, and equally often for one store. Raises CommunicationError
-    if the ranks are not on one host, or one does not arrive.
+    if the ranks are not on one host, or one does not arrive. `places`: where their processes are
+    recorded, if they are already, so that the death of one that has not arrived is noticed.
     """
-    store, times = meeting(store, rank, ranks, timeout)
-    _one_host(Handshake(store, rank, ranks, timeout), "between hosts torch's backend 'gloo'")
+    pid = cache(pid_of)
+
+    def look() -> None:
+        if places and has_ended(pid(places.store, places.ranks[0])):
+            here = f"rank {rank} of {ranks} waited to make a communicator"
+            raise PeerLost(f"{here}; rank 0 has ended")
+
+    store, times = meeting(store, rank, ranks, timeout, look)
+    between = "between hosts torch's backend 'gloo'"
+    _one_host(Handshake(store, rank, ranks, timeout, places), between)
     return _create(store, rank, ranks, f"{name}/{times}", timeout=timeout)
 
 

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, group
 
 from ringdp.comm.backend.buckets import Buckets
 from ringdp.comm.backend.moves import Moves
 from ringdp.comm.backend.reductions import Reductions
 from ringdp.comm.backend.works import GroupWork, Watcher, all_of
 from ringdp.comm.communicator import Communicator
-from ringdp.comm.rendezvous import through
+from ringdp.comm.rendezvous import places_of, through
 from ringdp.errors import CommunicationError
 
 NAME = "ringdp"
@@ -39,7 +39,11 @@ def create(given: Any, _: object) -> Group:
     """Create a group; see `Backend.register_backend`. given: torch's _DistributedBackendOptions."""
     rank, ranks = given.group_rank, given.group_size
     limit = given.timeout.total_seconds()
-    comm = through(given.store, rank, ranks, name=f"backend/{given.group_id}", timeout=limit)
+    world, places = group.WORLD, None
+    if isinstance(world, Group):  # else this is the first group, or torch's default one is gloo's
+        places = places_of(world._comm, given.global_ranks_in_group)
+    name = f"backend/{given.group_id}"
+    comm = through(given.store, rank, ranks, name=name, timeout=limit, places=places)
     return Group(comm, given.store)
 
 

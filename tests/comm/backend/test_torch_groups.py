@@ -70,6 +70,25 @@ def test_a_groups_own_timeout_limits_its_creation(forks):
     assert "rank 0 gave up waiting" in there
 
 
+def create_a_group_after_a_death(comm: Communicator, report: Report, dead: int) -> None:
+    dist.init_process_group("ringdp", timeout=timedelta(seconds=CALL_TIMEOUT))
+    dist.barrier()
+    comm.barrier()  # both have left the first group's barrier
+    if comm.rank == dead:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerLost) as caught:
+        dist.new_group([0, 1], timeout=timedelta(seconds=CALL_TIMEOUT))
+    report(str(caught.value))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_rank_that_died_before_a_group_is_created_is_named(forks, dead: int):
+    """Instead of after the group's timeout, 30 minutes by default."""
+    (text,) = forks(2, create_a_group_after_a_death, dead)[1 - dead].reported
+    assert text == f"rank {1 - dead} of 2 waited to make a communicator; rank {dead} has ended"
+
+
 def use_subgroups(comm: Communicator, report: Report) -> None:
     with world(comm, "ringdp") as everybody:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
