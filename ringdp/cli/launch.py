@@ -79,35 +79,35 @@ def launch(
     """Run `entry(job, emit)` in `ranks` processes with torchrun's environment.
 
     `on_event` is called with the events of all ranks as they come. Returns what each rank returned.
-    Raises RankError, SignalError, or what `on_event` raises, once every rank has ended.
+    Raises RankError, SignalError, or what `on_event` raises, once every rank has ended. A signal
+    raises only within `signals_raised`.
     """
     warm_up(entry)
     store, context = loopback_store(), get_context("forkserver")
     pipes: dict[Connection, int] = {}
     processes: list[ForkServerProcess] = []
-    with signals_raised():
-        try:
-            for rank in range(ranks):
-                reader, writer = context.Pipe(duplex=False)
-                environ = environment(store.port, ranks, rank)
-                process = context.Process(target=_rank_main, args=(entry, job, writer, environ))
-                try:
-                    process.start()
-                except (EOFError, ConnectionError):  # killed, or not allowed to fork
-                    raise RankError(
-                        "ringdp: the process that forks the ranks has ended; every rank has ended"
-                    ) from None
-                processes.append(process)
-                pipes[reader] = rank
-                writer.close()
-            return _results(pipes, processes, on_event)
-        finally:
-            for process in processes:
-                process.kill()
-            for process in processes:
-                process.join()
-            for reader in pipes:
-                reader.close()
+    try:
+        for rank in range(ranks):
+            reader, writer = context.Pipe(duplex=False)
+            environ = environment(store.port, ranks, rank)
+            process = context.Process(target=_rank_main, args=(entry, job, writer, environ))
+            try:
+                process.start()
+            except (EOFError, ConnectionError):  # killed, or not allowed to fork
+                raise RankError(
+                    "ringdp: the process that forks the ranks has ended; every rank has ended"
+                ) from None
+            processes.append(process)
+            pipes[reader] = rank
+            writer.close()
+        return _results(pipes, processes, on_event)
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join()
+        for reader in pipes:
+            reader.close()
 
 
 def _results(
