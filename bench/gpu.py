@@ -34,7 +34,9 @@ from bench.part import GRACE, ROOT, Outcome, Part, run
 from bench.results import RESULTS
 from bench.virtual import VirtualRanks
 from ringdp.cli.bench.kernels import LAUNCH_CYCLES
+from ringdp.cli.exits import exit_code
 from ringdp.cli.files import write_json
+from ringdp.cli.launch import signals_raised
 from ringdp.schedule import fuse, project, schedule
 from ringdp.transport.peer.kernels import CudaKernels, Launch
 
@@ -161,6 +163,7 @@ def result_file(gpu: str) -> Path:
     return RESULTS / (re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") + ".json")
 
 
+@signals_raised()
 def main(parts: Sequence[Part] = PARTS, seconds: float = SECONDS, copy: Path | None = None) -> int:
     if not torch.cuda.is_available():
         print(
@@ -232,4 +235,5 @@ if __name__ == "__main__":
             help="also copy results and log there after every part",
         )
         args = parser.parse_args()
-        sys.exit(main(seconds=args.seconds - (time.monotonic() - BEGUN), copy=args.copy))
+        left = args.seconds - (time.monotonic() - BEGUN)
+        sys.exit(exit_code(lambda: main(seconds=left, copy=args.copy)))

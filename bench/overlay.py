@@ -63,6 +63,7 @@ def limited(command: list[str], seconds: float) -> tuple[int, str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         encoding="utf-8",
+        errors="replace",  # a process killed while it writes leaves half of a character
         start_new_session=True,
     )
     try:

@@ -1,8 +1,8 @@
 """Runs one part of a long command within a time limit, and records the outcome.
 
 A part that exceeds its limit is interrupted, so that tests report how far they came. After GRACE
-seconds it is killed with every process that it has started, in any session: this process is their
-subreaper, so orphans become its children.
+seconds, or when the part ends, every process that it has started is killed, in any session: this
+process is their subreaper, so orphans become its children.
 """
 
 from __future__ import annotations
@@ -69,26 +69,24 @@ def run(part: Part, limit: float, log: Path) -> Outcome:
         command = [word.replace("{out}", str(out)) for word in part.command]
         print(f"\n==== {part.name}: {' '.join(command)}", file=printed, flush=True)
         start = printed.tell()
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=SETTINGS | os.environ,
-            stdin=subprocess.DEVNULL,
-            stdout=printed,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
         try:
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=SETTINGS | os.environ,
+                stdin=subprocess.DEVNULL,
+                stdout=printed,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
             state = "passed" if process.wait(limit) == 0 else "failed"
         except subprocess.TimeoutExpired:
             state = "timed out"
             os.killpg(process.pid, signal.SIGINT)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        _kill_children(others)
+        finally:  # also if this process is asked to end
+            _kill_children(others)
         printed.seek(start)
         text = printed.read()
         found = Outcome(part.name, state, round(time.monotonic() - begun, 1), tail=text[-TAIL:])
@@ -122,14 +120,17 @@ def _become_subreaper() -> None:
 
 
 def _kill_children(others: set[int]) -> None:
-    """Kill all children but `others`, repeatedly: a killed child's children become ours."""
-    while children := _children() - others:
+    """Kill all children but `others`, repeatedly: a killed child's children become ours.
+
+    A process that a GPU's driver does not let die is left behind.
+    """
+    until = time.monotonic() + GRACE
+    while (children := _children() - others) and time.monotonic() < until:
         for pid in children:
-            with suppress(ProcessLookupError):
+            with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
-        for pid in children:
-            with suppress(ChildProcessError):
-                os.waitpid(pid, 0)
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.01)
 
 
 def _children() -> set[int]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -12,12 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import gpu, overlay, tables, virtual
+from bench import gpu, tables, virtual
 from bench import part as part_module
 from bench.gpu import PYTEST, main
 from bench.part import Outcome, Part, run
 from ringdp.cli.bench.kernel_cases import CASES, OURS
 from ringdp.cli.bench.kernels import Report, Row
+from ringdp.cli.launch import SignalError
 from ringdp.errors import CollectiveTimeout
 from ringdp.transport.peer import kernels
 from tests.transport import test_peer
@@ -98,6 +101,28 @@ def test_a_hanging_part_is_killed_with_its_children_at_its_limit(
     assert unrelated.poll() is None  # a process that the part did not start
     unrelated.kill()
     unrelated.wait()
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_part_ends_with_the_command(tmp_path: Path) -> None:
+    command = ("sh", "-c", "setsid sleep 600 & echo $!; kill $PPID; sleep 600", "{out}")
+    with pytest.raises(SignalError, match="SIGTERM"):
+        main([Part("part", command, 60, tests=False)])
+    *_, child = (tmp_path / "log").read_text(encoding="utf-8").split()
+    assert not Path(f"/proc/{child}").exists()
+
+
+def test_a_process_that_cannot_be_killed_is_left_behind(
+    log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(part_module, "GRACE", 0.1)
+    monkeypatch.setattr(part_module.os, "kill", lambda *_: None)
+    monkeypatch.setattr(part_module.os, "killpg", lambda *_: None)
+    hung = done(Part("part", ("sh", "-c", "echo $$; exec sleep 600"), 0.2, tests=False), log)
+    assert hung.state == "timed out"
+    monkeypatch.undo()
+    os.kill(int(hung.tail), signal.SIGKILL)
+    os.waitpid(int(hung.tail), 0)
 
 
 def test_a_part_counts_tests_and_collects_skip_reasons(tmp_path: Path, log: Path) -> None:
@@ -196,48 +221,6 @@ def test_a_part_is_skipped_if_the_part_it_needs_failed(
     assert (found["state"], found["reasons"]) == ("skipped", ["first: failed"])
     names = [p.name for p in gpu.PARTS]
     assert all(p.needs in names[:at] for at, p in enumerate(gpu.PARTS) if p.needs)
-
-
-def test_an_overlay_sees_installed_packages_and_names_missing_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    python = overlay.make(tmp_path / "over")
-    code = "import sys, rich; print(sys.prefix)"
-    seen = subprocess.run([python, "-c", code], capture_output=True, encoding="utf-8", check=True)
-    assert seen.stdout.strip() == str(tmp_path / "over")
-    assert {"--no-index", "--no-deps", "--no-build-isolation"} <= set(overlay.install(python))
-    monkeypatch.setattr(overlay, "RUN", ("torch", "no-such-package"))
-    assert overlay.main([]) == 1
-    assert "has no no-such-package" in capsys.readouterr().err
-
-
-def test_an_overlay_passes_on_the_time_left_and_the_copy_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(overlay, "BUILD", ())
-    monkeypatch.setattr(overlay, "RUN", ())
-    monkeypatch.setattr(overlay, "HERE", tmp_path)
-    monkeypatch.setattr(overlay, "make", lambda at: "python")
-    monkeypatch.setattr(overlay, "limited", lambda *_: (0, ""))
-    monkeypatch.setattr(overlay, "BEGUN", 100.0)
-    monkeypatch.setattr(
-        overlay.time, "monotonic", lambda: 170.0
-    )  # importing torch and building took 70 s
-    executed: list[list[str]] = []
-    monkeypatch.setattr(overlay.os, "execv", lambda _, words: executed.append(words))
-    assert overlay.main(["--copy", "kept"]) == 0
-    assert executed[0][:5] == ["python", "-m", "bench.gpu", "--seconds", str(overlay.SECONDS - 70)]
-    assert executed[0][5:] == ["--copy", "kept"]
-    overlay.main(["--no-gpu"])
-    assert len(executed) == 1
-
-
-def test_a_hanging_build_is_killed_with_its_children() -> None:
-    failed, output = overlay.limited(["sh", "-c", "sleep 600 & wait"], 1.0)
-    assert failed == 1  # returns only once the child, too, has closed its output
-    assert "took more than 1 s" in output
-    assert overlay.limited(["sh", "-c", "echo 1; exit 3"], 60) == (3, "1\n")
-    assert overlay.BUILD_SECONDS < overlay.SECONDS / 2
 
 
 class Steps:
