@@ -2,7 +2,7 @@
 
     python -m bench.readme        # needs matplotlib, the extra `plot`
 
-The text between `<!-- name -->` and `<!-- /name -->` in a page is what PAGES[page][name] returns.
+The text between `<!-- name -->` and `<!-- /name -->` in a page is what PARTS[name] returns.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from ringdp.cli.runs import MEMORY
 from ringdp.schedule import schedule, svg
 
 ROOT = Path(__file__).parent.parent
-README, SPEED = ROOT / "README.md", ROOT / "docs" / "speed.md"
+PAGES = README, SPEED = ROOT / "README.md", ROOT / "docs" / "speed.md"
+PART = re.compile(r"(<!-- (\w+) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
 FIGURE = RESULTS / "ring.svg"
 LESS = "↓"
 PLOTS = {
@@ -266,36 +267,21 @@ def trace() -> str:
     )
 
 
-PAGES: dict[Path, dict[str, Callable[[], str]]] = {
-    README: {"best": best, "stages": stages},
-    SPEED: {
-        "all_reduce": all_reduce,
-        "machine": machine,
-        "plots": plots,
-        "ratios": ratios,
-        "small": small,
-        "guard": guard,
-        "ddp_step": ddp_step,
-        "zero_step": zero_step,
-        "torch_backend": torch_backend,
-        "link": link,
-        "plan": plan,
-        "trace": trace,
-        "error": error,
-        "kernels": kernels,
-    },
+PARTS: dict[str, Callable[[], str]] = {
+    part.__name__: part
+    for part in (
+        *(best, stages, all_reduce, machine, plots, ratios, small, guard, ddp_step, zero_step),
+        *(torch_backend, link, plan, trace, error, kernels),
+    )
 }
 
 
 def render(page: Path) -> str:
     """The page with all generated parts up to date."""
     text = page.read_text(encoding="utf-8")
-    assert set(re.findall(r"<!-- (\w+) -->", text)) == set(PAGES[page]), page
-    for name, part in PAGES[page].items():
-        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
-        text, count = pattern.subn(lambda m, p=part: f"{m[1]}{p()}\n{m[2]}", text)
-        assert count == 1, f"{page.name} has {count} parts named {name}"
-    return text
+    made, count = PART.subn(lambda m: f"{m[1]}{PARTS[m[2]]()}\n{m[3]}", text)
+    assert count == len(re.findall(r"<!-- \w+ -->", text)), f"a part in {page.name} has no end"
+    return made
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,12 +50,8 @@ class Reached(NamedTuple):
 Time = Callable[[Row], float]
 
 
-def median(row: Row) -> float:
-    return row.p50_us
-
-
-def minimum(row: Row) -> float:
-    return row.min_us
+median: Time = attrgetter("p50_us")
+minimum: Time = attrgetter("min_us")
 
 
 def reached(required: Required, time: Time, results: Path = RESULTS) -> Reached | None:

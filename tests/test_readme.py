@@ -22,10 +22,11 @@ BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 
 def test_figure_and_tables_are_current():
     assert readme.FIGURE.read_text(encoding="utf-8") == readme.figure()
-    for page in readme.PAGES:
-        assert readme.render(page) == page.read_text(encoding="utf-8"), (
-            "run: python -m bench.readme"
-        )
+    pages = {page: page.read_text(encoding="utf-8") for page in readme.PAGES}
+    for page, text in pages.items():
+        assert readme.render(page) == text, "run: python -m bench.readme"
+    parts = re.findall(r"<!-- (\w+) -->", "".join(pages.values()))
+    assert sorted(parts) == sorted(readme.PARTS)
 
 
 def test_make_targets_named_in_the_readme_exist():
