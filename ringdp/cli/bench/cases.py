@@ -35,6 +35,15 @@ class Task:
     op: str
     count: int  # elements
 
+    @property
+    def size(self) -> int:
+        """S in bytes."""
+        return self.count * itemsize(self.dtype)
+
+    @property
+    def label(self) -> str:
+        return self.algorithm + (" reg" if self.registered else "")
+
 
 class Moves(NamedTuple):
     """Shares of S that the busiest rank must move, by the passes of `bound`."""

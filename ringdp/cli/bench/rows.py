@@ -15,6 +15,7 @@ from typing import Any, cast, get_args
 
 import numpy as np
 
+from ringdp.cli.bench.cases import CASES, Task
 from ringdp.comm.rendezvous import TransportName
 from ringdp.errors import UsageError
 from ringdp.schedule import Collective, proved
@@ -74,29 +75,30 @@ class Row:
 
 
 def measured(
-    what: tuple[str, str, str, bool],  # collective, algorithm, transport, registered
+    task: Task,
+    transport: str,
     ranks: int,
-    size: int,
-    dtype: str,
     times: Sequence[float],  # s, of single calls
-    bus: float,
     bound: float | None,  # s
     wrong: int,
 ) -> Row:
     us = np.array(times) * 1e6
     least, p20, p50, p80 = (round(float(x), 3) for x in np.percentile(us, (0, 20, 50, 80)))
-    algbw = size / p50 / 1e3
+    algbw = task.size / p50 / 1e3
     return Row(
-        *what,
+        collective=task.collective,
+        algorithm=task.algorithm,
+        transport=transport,
+        registered=task.registered,
         ranks=ranks,
-        bytes=size,
-        dtype=dtype,
+        bytes=task.size,
+        dtype=task.dtype,
         min_us=least,
         p20_us=p20,
         p50_us=p50,
         p80_us=p80,
         algbw=float(f"{algbw:.4g}"),
-        busbw=float(f"{algbw * bus:.4g}"),
+        busbw=float(f"{algbw * CASES[task.collective].bus(ranks):.4g}"),
         predicted_us=None,
         bound_us=None if bound is None else round(bound * 1e6, 3),
         wrong=wrong,

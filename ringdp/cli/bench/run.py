@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ringdp.cli import gpus
 from ringdp.cli.bench.bound import LEAST, Speeds, bound
-from ringdp.cli.bench.cases import CASES, PROBES, Task, elements, itemsize
+from ringdp.cli.bench.cases import CASES, PROBES, Task, elements
 from ringdp.cli.bench.contenders import Round
 from ringdp.cli.bench.groups import Group, groups, probe_ranks
 from ringdp.cli.bench.machine import describe, load
@@ -74,8 +74,8 @@ def measure(
             entries = _entries(options, count, max(size, LEAST))
             samples = {entry: Samples() for entry in entries}
             for done, entry in _interleave(started, samples, options.rounds):
-                on_step(Step((place + done) / len(options.sizes), size, _label(entry)))
-            rows += _rows(options, count, len(cores), samples)
+                on_step(Step((place + done) / len(options.sizes), size, entry.task.label))
+            rows += _rows(options.ranks, len(cores), samples)
             machine["load after"] = load()
             report = Report(machine, contenders, predicted(rows), asked)
             keep(report)
@@ -83,18 +83,19 @@ def measure(
 
 
 def _entries(options: Options, count: int, probed: int) -> list[Entry]:
-    def task(collective: str, algorithm: str, registered: bool) -> Task:
-        return Task(collective, algorithm, registered, options.dtype, options.op, count)
+    def entry(group: str, algorithm: str, registered: bool) -> Entry:
+        asked = options.collective, algorithm, registered, options.dtype, options.op
+        return Entry(group, Task(*asked, count))
 
     return [
         *(
-            Entry(transport, task(options.collective, algorithm, registered))
+            entry(transport, algorithm, registered)
             for transport in options.transports
             for registered in options.memories
             for algorithm in options.algorithms
             if algorithm != LIBRARYS or has_own(transport)
         ),
-        *(Entry(peer, task(options.collective, peer, False)) for peer in options.peers),
+        *(entry(peer, peer, False) for peer in options.peers),
         *(Entry("probe", Task(p, p, False, "float32", "sum", probed // 4)) for p in PROBES),
     ]
 
@@ -121,40 +122,23 @@ def _interleave(
                 found.calls = min(MOST, max(FEWEST, int(ROUND_SECONDS / min(slowest))))
 
 
-def _rows(options: Options, count: int, cores: int, samples: dict[Entry, Samples]) -> Iterable[Row]:
-    case = CASES[options.collective]
-    size = count * itemsize(options.dtype)
-    speeds = _speeds(probe_ranks(options.ranks, cores), samples)
-    for entry, found in samples.items():
-        if entry.group == "probe":
+def _rows(ranks: int, cores: int, samples: dict[Entry, Samples]) -> Iterable[Row]:
+    speeds = _speeds(probe_ranks(ranks, cores), samples)
+    for (group, task), found in samples.items():
+        if group == "probe":
             continue
-        task = entry.task
-        least = bound(
-            case.moves(options.ranks, task.registered), options.ranks, cores, size, speeds
-        )
-        yield measured(
-            (task.collective, task.algorithm, entry.group, task.registered),
-            options.ranks,
-            size,
-            task.dtype,
-            found.seconds,
-            case.bus(options.ranks),
-            None if entry.group in gpus.CONTENDERS else least,
-            found.wrong,
-        )
+        moves = CASES[task.collective].moves(ranks, task.registered)
+        least = bound(moves, ranks, cores, task.size, speeds)
+        on_gpu = group in gpus.CONTENDERS
+        yield measured(task, group, ranks, found.seconds, None if on_gpu else least, found.wrong)
 
 
 def _speeds(ranks: int, samples: dict[Entry, Samples]) -> Speeds:
     """The fastest passes of the probes, which have `ranks` ranks."""
     return Speeds(
         **{
-            e.task.collective: min(s.seconds)
-            / (itemsize(e.task.dtype) * e.task.count * PROBES[e.task.collective].bus(ranks))
-            for e, s in samples.items()
-            if e.group == "probe"
+            task.collective: min(found.seconds) / (task.size * PROBES[task.collective].bus(ranks))
+            for (group, task), found in samples.items()
+            if group == "probe"
         }
     )
-
-
-def _label(entry: Entry) -> str:
-    return entry.task.algorithm + (" reg" if entry.task.registered else "")

@@ -4,21 +4,21 @@ from pathlib import Path
 
 import pytest
 
+from ringdp.cli.bench.cases import Task
 from ringdp.cli.bench.rows import Report, best_peer, measured, predicted, read
 from ringdp.cli.files import write_json
 from ringdp.errors import UsageError
 from ringdp.schedule.cost import Machine, closed, seconds
 from tests.cli.bench.rows import peer, row
 
-WHAT = ("all_reduce", "ring", "shm", False)
-
 
 def test_percentiles_and_bandwidths() -> None:
     times = [k * 1e-6 for k in range(1, 102)]  # 1 to 101 µs
-    r = measured(WHAT, 4, 51_000, "float32", times, bus=1.5, bound=2e-6, wrong=3)
+    task = Task("all_reduce", "ring", False, "float32", "sum", count=51_000 // 4)
+    r = measured(task, "shm", 4, times, bound=2e-6, wrong=3)
     assert (r.min_us, r.p20_us, r.p50_us, r.p80_us) == (1, 21, 51, 81)
     assert r.algbw == 1.0  # 51 kB in 51 µs
-    assert r.busbw == 1.5
+    assert r.busbw == 1.5  # on 4 ranks 2 * 3 / 4 of algbw
     assert (r.bound_us, r.wrong) == (2, 3)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ringdp.cli.bench.cases import Task
 from ringdp.cli.bench.rows import Report, measured
 from ringdp.cli.files import write_json
 from ringdp.cli.plan.hardware import from_files, network
@@ -24,8 +25,8 @@ def rows(path: Path, *, transport: str = "shm", ranks: tuple[int, ...] = (2, 4, 
         for size in (1 << 10, 1 << 16, 1 << 22):
             for collective in ("all_reduce", "all_gather"):
                 time = seconds(closed(collective, "direct", n), TRUE, size)
-                what = (collective, "direct", transport, True)
-                made.append(measured(what, n, size, "float32", [time], 1.0, 0.0, 0))
+                task = Task(collective, "direct", True, "float32", "sum", size // 4)
+                made.append(measured(task, transport, n, [time], 0.0, 0))
     write_json(path, Report({}, {}, made))
     return path
 
