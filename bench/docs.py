@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import re
 import runpy
 import tempfile
@@ -37,13 +36,8 @@ def chapters() -> list[Path]:
 def render(text: str, launch: Launch) -> str:
     """The chapter with current outputs. Raises what a block raises."""
     namespace: dict[str, object] = {"__name__": "chapter"}
-    before = Path.cwd()
-    with tempfile.TemporaryDirectory() as directory:
-        os.chdir(directory)
-        try:
-            return BLOCK.sub(lambda match: _shown(match, namespace, launch), text)
-        finally:
-            os.chdir(before)
+    with tempfile.TemporaryDirectory() as directory, contextlib.chdir(directory):
+        return BLOCK.sub(lambda match: _shown(match, namespace, launch), text)
 
 
 def _shown(match: re.Match[str], namespace: dict[str, object], launch: Launch) -> str:
@@ -82,12 +76,8 @@ def printed(act: Callable[[], object]) -> str:
 
 def script(path: Path) -> str:
     """On a rank: run the file as a program in its directory; return what it prints."""
-    before = Path.cwd()
-    os.chdir(path.parent)
-    try:
+    with contextlib.chdir(path.parent):
         return printed(lambda: runpy.run_path(str(path), run_name="__main__"))
-    finally:
-        os.chdir(before)
 
 
 if __name__ == "__main__":

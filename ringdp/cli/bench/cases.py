@@ -183,9 +183,9 @@ def _probe(gives: Elements | None, share: Callable[[int], float], result: Result
 # The passes of `bound`, measured like collectives; `bus` is the share of S that they process.
 PROBES: dict[str, Case] = {
     "fold": _probe(None, lambda n: 1 / n, _part_folded),
-    "read": _probe(None, lambda n: 1.0, lambda inputs, rank, n, op: None),
-    "pull": _probe(whole, lambda n: 1.0, lambda inputs, rank, n, op: inputs((rank + 1) % n)),
-    "copy": _probe(whole, lambda n: 1.0, lambda inputs, rank, n, op: inputs(rank)),
+    "read": _probe(None, all_of, lambda inputs, rank, n, op: None),
+    "pull": _probe(whole, all_of, lambda inputs, rank, n, op: inputs((rank + 1) % n)),
+    "copy": _probe(whole, all_of, lambda inputs, rank, n, op: inputs(rank)),
 }
 EVERY = CASES | PROBES
 

@@ -21,7 +21,7 @@ from rich.console import Console
 from torch import Tensor
 
 from ringdp.cli.bench.cases import torch_dtype
-from ringdp.cli.bench.options import Options, check_algorithms, only
+from ringdp.cli.bench.options import Options, only
 from ringdp.cli.bench.rows import named
 from ringdp.cli.checks import check_writable
 from ringdp.cli.console import say, say_written, show_table, table
@@ -64,7 +64,6 @@ def check(options: Options) -> tuple[str, ...]:
         "for what is timed; bench error takes --algorithm and --json, and goes through "
         f"{', '.join(DTYPES)} on {', '.join(map(str, RANKS))} ranks",
     )
-    check_algorithms(options)
     check_writable(options.json)
     if options.algorithm == Options.algorithm:
         return tuple(a.name for a in ALGORITHMS if a.collective == "all_reduce")

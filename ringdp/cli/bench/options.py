@@ -71,12 +71,12 @@ class Options:
 
     @property
     def algorithms(self) -> tuple[str, ...]:
-        return names(self.algorithm)
+        return _some("--algorithm", self.algorithm, "auto, names, FILE.py:function")
 
     @property
     def transports(self) -> tuple[str, ...]:
         """ringdp's transports to measure."""
-        return names(self.transport)
+        return _some("--transport", self.transport, f"{', '.join(OURS)}, between commas")
 
     @property
     def peers(self) -> tuple[str, ...]:
@@ -86,6 +86,13 @@ class Options:
     def memories(self) -> tuple[bool, ...]:
         """For each kind of buffer to measure, whether it is registered."""
         return (False, True) if self.registered is None else (self.registered,)
+
+
+def _some(option: str, given: str, allowed: str) -> tuple[str, ...]:
+    """The names between commas. Raises UsageError if there are none."""
+    if not (found := names(given)):
+        raise UsageError(f"{option} is empty; allowed: {allowed}")
+    return found
 
 
 def has_own(transport: str) -> bool:
@@ -99,7 +106,10 @@ def check(options: Options) -> None:
     one_of("COLLECTIVE", options.collective, MEASURED)
     one_of("--dtype", options.dtype, DTYPES)
     one_of("--op", options.op, FOLDS)
-    _check_transports(options)
+    for transport in options.transports:
+        gpus.check_transport(transport)
+    if any(options.memories) and options.transports != ("shm",):
+        raise UsageError("--registered is for memory that ranks share; allowed: --transport shm")
     between("--ranks", options.ranks, 2, MOST_RANKS)
     check_sizes(options, least=1)
     case = CASES[options.collective]
@@ -111,7 +121,6 @@ def check(options: Options) -> None:
             f"--min is {options.min}; allowed: at least one {options.dtype} for each of "
             f"{options.ranks} ranks"
         )
-    check_algorithms(options)
     for algorithm in options.algorithms:
         if algorithm != LIBRARYS or not any(map(has_own, options.transports)):
             priced(options.collective, algorithm, options.ranks)
@@ -126,20 +135,6 @@ def check_sizes(options: Options, *, least: int) -> None:
     between("--max", options.most, options.least, MOST_BYTES)
     between("--factor", options.factor, 2, 1 << 20)
     between("--rounds", options.rounds, 1, 10_000)
-
-
-def check_algorithms(options: Options) -> None:
-    if not options.algorithms:
-        raise UsageError("--algorithm is empty; allowed: auto, names, FILE.py:function")
-
-
-def _check_transports(options: Options) -> None:
-    if not options.transports:
-        raise UsageError(f"--transport is empty; allowed: {', '.join(OURS)}, between commas")
-    for transport in options.transports:
-        gpus.check_transport(transport)
-    if any(options.memories) and options.transports != ("shm",):
-        raise UsageError("--registered is for memory that ranks share; allowed: --transport shm")
 
 
 def only(options: Options, taken: Collection[str], says: str) -> None:
