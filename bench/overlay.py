@@ -1,6 +1,6 @@
 """Builds ringdp over another environment's packages, for machines without network: `make gpu`.
 
-    PYTHON -m bench.overlay [--copy DIR] [--no-gpu]
+    PYTHON -m bench.overlay [--copy DIR]
 
 builds ringdp into build/overlay with the packages that PYTHON has installed, then runs `bench.gpu`
 there, with the same DIR. pip installs ringdp alone and uses no index, so a missing package is an
@@ -35,7 +35,6 @@ RUN = ("torch", "numpy", "typer", "rich", "safetensors", "pytest", "hypothesis")
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--copy", metavar="DIR", help="as that of bench.gpu")
-    parser.add_argument("--no-gpu", action="store_true", help="only build")
     args = parser.parse_args(arguments)
     if missing := [name for name in BUILD + RUN if not any(metadata.distributions(name=name))]:
         print(f"{sys.executable} has no {', '.join(missing)}: install them there", file=sys.stderr)
@@ -45,14 +44,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     code, said = limited(install(python), BUILD_SECONDS)
     if code != 0 or "left out" in said:  # the kernels for peer memory; nvcc says why
         print(said, file=sys.stderr)
-    if code != 0:
-        return code
-    taken = time.monotonic() - BEGUN
-    print(f"built in {taken:.0f} s", flush=True)
-    if not args.no_gpu:
+    if code == 0:
+        taken = time.monotonic() - BEGUN
+        print(f"built in {taken:.0f} s", flush=True)
         copy = ["--copy", args.copy] if args.copy else []
         os.execv(python, [python, "-m", "bench.gpu", "--seconds", str(SECONDS - taken), *copy])
-    return 0
+    return code
 
 
 def limited(command: list[str], seconds: float) -> tuple[int, str]:
