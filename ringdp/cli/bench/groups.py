@@ -106,6 +106,8 @@ class Group:
                 continue
             accepted, _ = self._socket.accept()
             pipe: Connection = Connection(accepted.detach())
+            while not pipe.poll(0.1):
+                self._check_started(deadline)
             hello = self._receive(pipe, "as it started")
             assert isinstance(hello, Hello)
             self._pipes[hello.rank] = pipe

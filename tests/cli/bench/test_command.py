@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -210,6 +211,27 @@ def test_a_rank_that_dies_ends_the_others(monkeypatch: pytest.MonkeyPatch, tmp_p
         with pytest.raises(RankError, match=r"shm (died|failed) in all_reduce of 256 float32"):
             alone.run(round_)
     assert_gone(ranks)
+
+
+@pytest.mark.process
+def test_a_rank_that_hangs_as_it_starts_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Silent(subprocess.Popen[bytes]):
+        """A rank that connects, and says nothing."""
+
+        def __init__(self, command: list[str], **options: object) -> None:
+            super().__init__(["sleep", "600"], **options)
+            self.pipe = socket.socket(socket.AF_UNIX)
+            self.pipe.connect(command[4])
+
+    monkeypatch.setattr(groups.subprocess, "Popen", Silent)
+    monkeypatch.setattr(groups, "START_TIMEOUT", 0.1)
+    monkeypatch.setattr(groups, "HURRY", 0.1)
+    cores = sorted(os.sched_getaffinity(0))
+    with (
+        pytest.raises(RankError, match=r"shm did not start: it said nothing for 0\.1 s"),
+        groups.groups(["shm"], 2, cores, largest=4096),
+    ):
+        pass
 
 
 def assert_gone(pids: list[int]) -> None:
