@@ -13,7 +13,6 @@ keeps 18Ψ/n, but the root, two units and two buckets where DeepSpeed counts one
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ import torch
 from ringdp.cli.plan.models import Model, read
 from ringdp.cli.plan.stages import RANK, held
 from ringdp.parallel.accounting.formula import formula
-from ringdp.parallel.accounting.memory import Widths
+from ringdp.parallel.accounting.memory import Memory, Widths
 from ringdp.parallel.precision import Precision
 from ringdp.parallel.stages import stage_of
 
@@ -45,18 +44,21 @@ def figures() -> list[Figure]:
     zero, t5 = read("params=7.5e9", BF16), read("params=2851e6/89", BF16)
     said = (120, 31.4, 16.6, 1.9)
     found = [
-        Figure(ZERO, stage, gb, zeros(zero, stage, 64) / 1e9, states(zero, stage, 64) / 1e9)
+        Figure(ZERO, stage, gb, zeros(zero, stage, 64) / 1e9, at_rest(held(zero, stage, 64)) / 1e9)
         for stage, gb in enumerate(said)
     ]
-    for stage, gib in ((2, 15.93), (3, 6.09)):
-        theirs = DEEPSPEEDS[stage](2851e6, LARGEST_LAYER, 8)
-        found.append(Figure(DEEPSPEED, stage, gib, theirs / 2**30, sum(held(t5, stage, 8)) / 2**30))
+    psi, n = 2851e6, 8
+    for stage, gib, theirs in (
+        (2, 15.93, 4 * psi + 16 * psi / n),
+        (3, 6.09, 4 * LARGEST_LAYER + 18 * psi / n),
+    ):
+        found.append(Figure(DEEPSPEED, stage, gib, theirs / 2**30, sum(held(t5, stage, n)) / 2**30))
     return found
 
 
 def zeros(model: Model, stage: int, ranks: int) -> int:
     """ZeRO's count, computed with the engine's formula."""
-    at_rest = formula(
+    found = formula(
         model.layout(ranks),
         model.groups,
         stage_of(stage),
@@ -66,16 +68,9 @@ def zeros(model: Model, stage: int, ranks: int) -> int:
         per_element=12,
         per_parameter=0,
     )
-    return at_rest.parameters + at_rest.gradients + at_rest.optimizer
+    return at_rest(found)
 
 
-def states(model: Model, stage: int, ranks: int) -> int:
-    """Bytes that the engine holds between steps, without gathered units and buckets."""
-    found = held(model, stage, ranks)
+def at_rest(found: Memory) -> int:
+    """The bytes held between steps, without gathered units and buckets."""
     return found.parameters + found.gradients + found.optimizer
-
-
-DEEPSPEEDS: dict[int, Callable[[float, float, int], float]] = {
-    2: lambda elements, _largest, n: 4 * elements + 16 * elements / n,
-    3: lambda elements, largest, n: 4 * largest + 18 * elements / n,
-}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from ringdp.cli.bench.kernel_cases import CASES
@@ -12,6 +12,7 @@ from ringdp.cli.plan.models import Model
 from ringdp.cli.plan.step import Step, predict
 from ringdp.parallel.accounting.formula import formula, traffic
 from ringdp.parallel.accounting.memory import Memory
+from ringdp.parallel.layout import Unit
 from ringdp.parallel.prefetch import one_unit
 from ringdp.parallel.stages import Keep, stage_of
 from ringdp.schedule.algorithms import Collective
@@ -60,14 +61,14 @@ def held(model: Model, stage: int, ranks: int, *, yields: bool = False) -> Memor
 
     `yields` is as in `Network`.
     """
-    sizes = _gathered(model, stage, ranks)
+    units = model.layout(ranks)
     return formula(
-        model.layout(ranks),
+        units,
         model.groups,
         stage_of(stage),
         RANK,
         widths=model.widths,
-        limit=one_unit(sizes, model.groups),
+        limit=_limit(units, model),
         yields=yields,
         per_element=PER_ELEMENT,
         per_parameter=PER_PARAMETER,
@@ -77,7 +78,6 @@ def held(model: Model, stage: int, ranks: int, *, yields: bool = False) -> Memor
 def row(model: Model, stage: int, setting: Setting) -> Row:
     units, widths, how = model.layout(setting.ranks), model.widths, stage_of(stage)
     each = list(zip(units, widths, strict=True))
-    memory = held(model, stage, setting.ranks, yields=setting.network.yields)
     asked: set[tuple[Collective, int]] = set()
 
     @cache
@@ -96,7 +96,7 @@ def row(model: Model, stage: int, setting: Setting) -> Row:
 
     shards = how.optimizer is Keep.SHARD
     owned = sum(sum(u.owned(RANK)) if shards else u.elements for u, w in each if w.trainable)
-    limit = one_unit(_gathered(model, stage, setting.ranks), model.groups)
+    limit = _limit(units, model)
     step = predict(
         units,
         model.groups,
@@ -111,30 +111,29 @@ def row(model: Model, stage: int, setting: Setting) -> Row:
     )
     return Row(
         stage=stage,
-        memory=memory,
+        memory=held(model, stage, setting.ranks, yields=setting.network.yields),
         sent=traffic(units, model.groups, how, widths=widths, limit=limit),
         step=step,
         largest=largest(model, stage, setting),
-        fits=sum(memory) <= setting.memory,
+        fits=fits(model, stage, setting),
         extrapolated=setting.network.beyond(
             {c for c, _ in asked}, setting.ranks, {size for _, size in asked}
         ),
     )
 
 
+def fits(model: Model, stage: int, setting: Setting) -> bool:
+    return sum(held(model, stage, setting.ranks, yields=setting.network.yields)) <= setting.memory
+
+
 def largest(model: Model, stage: int, setting: Setting) -> int:
     """Elements of the largest model that fits, when all parameters are scaled alike."""
-
-    def fits(elements: int) -> bool:
-        scaled, yields = model.scaled(elements), setting.network.yields
-        return sum(held(scaled, stage, setting.ranks, yields=yields)) <= setting.memory
-
     low, high = 0, model.elements
-    while fits(high):
+    while fits(model.scaled(high), stage, setting):
         low, high = high, 2 * high
     while high - low > max(low // EXACT, 1):
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        low, high = (middle, high) if fits(model.scaled(middle), stage, setting) else (low, middle)
     return low
 
 
@@ -151,8 +150,7 @@ def recommend(rows: Sequence[Row], model: Model, setting: Setting) -> str:
     ranks = setting.ranks
     while ranks < MOST_RANKS:
         ranks *= 2
-        memory = held(model, least.stage, ranks, yields=setting.network.yields)
-        if sum(memory) <= setting.memory:
+        if fits(model, least.stage, replace(setting, ranks=ranks)):
             return f"none fits; stage {least.stage} would with {ranks} ranks"
     return f"none fits; nor would stage {least.stage} with up to {ranks} ranks"
 
@@ -162,8 +160,7 @@ def _stages(rows: Sequence[Row]) -> str:
     return f"stage {names} does" if len(rows) == 1 else f"stages {names} do"
 
 
-def _gathered(model: Model, stage: int, ranks: int) -> list[int]:
-    """Extra bytes that each unit takes while gathered."""
-    if stage_of(stage).parameters is Keep.FULL:
-        return [0] * len(model.parts)
-    return [w.compute * u.padded for u, w in zip(model.layout(ranks), model.widths, strict=True)]
+def _limit(units: Sequence[Unit], model: Model) -> int:
+    """The bytes that the engine gathers ahead by default."""
+    sizes = [w.compute * u.padded for u, w in zip(units, model.widths, strict=True)]
+    return one_unit(sizes, model.groups)
