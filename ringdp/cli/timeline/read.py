@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from glob import escape, glob
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -117,38 +117,37 @@ def read(path: Path) -> Run:
     about = document.get("ringdp") if isinstance(document, dict) else None
     if not isinstance(about, dict) or about.get("version") != VERSION:
         raise UsageError(f"{path} is no trace of this version of ringdp; {WRITTEN_BY}")
-    if found := next(_misfits(about, document), None):
-        raise UsageError(f"{path} is damaged: {found}; {WRITTEN_BY}")
+    try:
+        _check_trace(about, document)
+    except ValueError as error:
+        raise UsageError(f"{path} is damaged: {error}; {WRITTEN_BY}") from None
     parts = {int(rank): part for rank, part in about["parts"].items()}
     return Run(about["ranks"], about["missing"], parts, document["traceEvents"])
 
 
-def _misfits(about: dict[str, Any], document: dict[str, Any]) -> Iterator[str]:
-    """Yield what is wrong. Later checks rely on earlier ones: only the first finding is valid."""
-    yield from misfits(document, {"traceEvents": [dict]}, "it")
-    yield from misfits(about, ABOUT, "ringdp")
+def _check_trace(about: dict[str, Any], document: dict[str, Any]) -> None:
+    """Raise ValueError, with what is wrong first. Later checks rely on earlier ones."""
+    _check(document, {"traceEvents": [dict]}, "it")
+    _check(about, ABOUT, "ringdp")
+    ranks, counters = about["ranks"], set()
     for rank, part in about["parts"].items():
         where = f"ringdp.parts.{rank}"
-        yield from misfits(part, PART, where)
-        if not rank.isdecimal() or int(rank) >= about["ranks"]:
-            yield f"{where} is of no rank"
-    engines = [e for part in about["parts"].values() for e in part.get("engines") or ()]
-    counters = {engine.get("counter") for engine in engines if isinstance(engine, dict)}
+        _check(part, PART, where)
+        if not rank.isdecimal() or int(rank) >= ranks:
+            raise ValueError(f"{where} is of no rank")
+        counters |= {engine["counter"] for engine in part.get("engines") or ()}
     for index, event in enumerate(document["traceEvents"]):
         where, phase = f"traceEvents[{index}]", str(event.get("ph"))
         if phase not in EVENT:
-            yield f"{where}.ph is {phase!r:.60}; there are {', '.join(EVENT)}"
-        yield from misfits(event, EVENT[phase], where)
+            raise ValueError(f"{where}.ph is {phase!r:.60}; there are {', '.join(EVENT)}")
+        _check(event, EVENT[phase], where)
+        if event["pid"] >= ranks:
+            raise ValueError(f"{where}.pid is {event['pid']}, of no rank")
         kind = event["cat"] if phase == "X" else event["name"]
-        of = ARGS.get((phase, kind))
-        if phase == "C" and kind in counters:
-            of = BYTES
-        if event["pid"] >= about["ranks"]:
-            yield f"{where}.pid is {event['pid']}, of no rank"
-        if of is not None:
-            yield from misfits(event["args"], of, f"{where}.args")
+        of = BYTES if phase == "C" and kind in counters else ARGS.get((phase, kind), dict)
+        _check(event["args"], of, f"{where}.args")
     for why in about["missing"].values():
-        yield from misfits(why, str, "ringdp.missing")
+        _check(why, str, "ringdp.missing")
 
 
 def _parts_beside(path: Path) -> str:
@@ -159,30 +158,26 @@ def _parts_beside(path: Path) -> str:
     return f": rank 0 ended before it merged {', '.join(found)}; {WRITTEN_BY}"
 
 
-def misfits(value: object, shape: Shape, where: str) -> Iterator[str]:
-    """Yield a line for each place where `value` does not have the shape."""
+def _check(value: object, shape: Shape, where: str) -> None:
+    """Raise ValueError, with the first place that differs, unless `value` has the shape."""
     if isinstance(shape, Number):
         right, kind = _fits(value, shape), "number of its kind"
     else:
         of = shape if isinstance(shape, type) else type(shape)
         right, kind = isinstance(value, of), KINDS[of]
     if not right:
-        yield f"{where} is {value!r:.60}, no {kind}"
-    elif isinstance(shape, list):
+        raise ValueError(f"{where} is {value!r:.60}, no {kind}")
+    if isinstance(shape, list):
         for i, item in enumerate(cast(list[object], value)):
-            yield from misfits(item, shape[0], f"{where}[{i}]")
+            _check(item, shape[0], f"{where}[{i}]")
     elif isinstance(shape, dict):
+        found = cast(dict[str, object], value)
         for key, inner in shape.items():
-            yield from _of_key(cast(dict[str, object], value), key, inner, where)
-
-
-def _of_key(value: dict[str, object], key: str, shape: Shape, where: str) -> Iterator[str]:
-    name = key.removesuffix("?")
-    if key == name or value.get(name) is not None:
-        if name in value:
-            yield from misfits(value[name], shape, f"{where}.{name}")
-        else:
-            yield f"{where} has no {name}"
+            name = key.removesuffix("?")
+            if key == name and name not in found:
+                raise ValueError(f"{where} has no {name}")
+            if key == name or found.get(name) is not None:
+                _check(found[name], inner, f"{where}.{name}")
 
 
 def _fits(value: object, number: Number) -> bool:
