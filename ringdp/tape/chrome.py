@@ -65,5 +65,4 @@ def _us(ns: int) -> float:
     return ns / 1000
 
 
-def _line(event: Event) -> str:
-    return json.dumps(event, separators=(",", ":"))
+_line = json.JSONEncoder(separators=(",", ":")).encode
