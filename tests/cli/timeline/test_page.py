@@ -138,6 +138,15 @@ DRIVE_DENSE = """(async () => {
 })();"""
 
 
+DRIVE_MANY = """(async () => {
+    while (byId("main").hidden) await new Promise((done) => setTimeout(done, 20));
+    const [chunk] = data.chunks[0];
+    data.chunks[0] = [chunk, ...Array(200000).fill(chunk.with(3, 0))];
+    choose(0);
+    document.title = extent().join();
+})();"""
+
+
 DRIVE_NOTHING = """(async () => {
     while (byId("main").hidden) await new Promise((done) => setTimeout(done, 20));
     for (const button of document.querySelectorAll("button")) {
@@ -152,14 +161,18 @@ DRIVE_NOTHING = """(async () => {
 })();"""
 
 
+MOMENT = {"ph": "X", "name": "a", "cat": "step", "ts": 5, "dur": 0, "pid": 0, "tid": 1, "args": {}}
+
+
 @needs_browser
-def test_the_page_of_an_empty_trace_works(browse, tmp_path: Path):
+@pytest.mark.parametrize("events", [[], [MOMENT]], ids=["empty", "a moment"])
+def test_the_page_of_a_trace_without_collectives_works(browse, tmp_path: Path, events):
     path = trace(tmp_path)
     document = json.loads(path.read_bytes())
     for part in document["ringdp"]["parts"].values():
         for kind in ("communicators", "engines", "schedules"):
             del part[kind]
-    path.write_text(json.dumps(document | {"traceEvents": []}), encoding="utf-8")
+    path.write_text(json.dumps(document | {"traceEvents": events}), encoding="utf-8")
     dom = browse(fill(digest(read(path), None, lambda _: None), "run"), script=DRIVE_NOTHING)
     assert dom.texts["title"] == "true,true,true"
     assert dom.texts["notes"] == "No collective is in this trace."
@@ -197,6 +210,12 @@ def test_the_models_caches_are_described(browse, tmp_path: Path):
 def test_dense_spans_leave_no_gaps(browse, tmp_path: Path):
     page = fill(digest(read(trace(tmp_path)), None, lambda _: None), "run.json")
     assert browse(page, script=DRIVE_DENSE).texts["title"] == "0"
+
+
+@needs_browser
+def test_a_collective_may_have_many_chunks(browse, tmp_path: Path):
+    page = fill(digest(read(trace(tmp_path)), None, lambda _: None), "run.json")
+    assert browse(page, script=DRIVE_MANY).texts["title"] == "700,800"
 
 
 def contrast(*colors: list[int]) -> float:

@@ -31,12 +31,7 @@ function choose(i) {
 const largest = () =>
   data.collectives.reduce((best, c, i, all) => (c.bytes >= all[best].bytes ? i : best), 0);
 
-function extent() {
-  const spans = data.chunks[chosen];
-  const begin = Math.min(...spans.map((s) => s[2])), end = Math.max(...spans.map((s) => s[2] + s[3]));
-  return [begin, Math.max(end, begin + 0.1)];
-}
-
+const extent = () => extentOf(data.chunks[chosen]);
 const ranksOf = (spans) => [...new Set(spans.map((s) => s[0]))].sort((a, b) => a - b);
 const margin = (width) => (width > 600 ? 56 : 26); // for ranks, left of their chunks
 
@@ -50,7 +45,7 @@ function drawChunks() {
     return;
   }
   const [begin, end] = extent(), left = margin(width), scale = (width - left) / (end - begin);
-  const rounds = 1 + Math.max(...spans.map((s) => s[4]));
+  const rounds = 1 + spans.reduce((most, s) => Math.max(most, s[4]), 0);
   ranks.forEach((rank, i) => g.fillText(width > 600 ? `rank ${rank}` : rank, 0, 18 + i * 30));
   for (const [rank, name, from, duration, round, , waited] of spans) {
     const x = left + (from - begin) * scale, y = 6 + ranks.indexOf(rank) * 30;

@@ -62,6 +62,17 @@ function firstOf(list, holds) {
   return low;
 }
 
+// When the first of them begins and the last ends. There may be too many for Math.min(...).
+function extentOf(spans) {
+  if (!spans.length) return [0, 1];
+  let begin = Infinity, end = -Infinity;
+  for (const [, , from, duration] of spans) {
+    begin = Math.min(begin, from);
+    end = Math.max(end, from + duration);
+  }
+  return [begin, Math.max(end, begin + 0.1)];
+}
+
 function make(tag, text, parent, kind) {
   const made = document.createElement(tag);
   if (text !== undefined) made.textContent = text;

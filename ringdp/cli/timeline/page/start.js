@@ -52,9 +52,7 @@ function listen() {
 
 function fillIn() {
   const spans = data.lanes.flatMap((l) => l.spans);
-  first = spans.reduce((a, s) => Math.min(a, s[2]), Infinity);
-  last = spans.reduce((a, s) => Math.max(a, s[2] + s[3]), -Infinity);
-  if (!spans.length) [first, last] = [0, 1];
+  [first, last] = extentOf(spans);
   view = [first, last];
   for (const note of data.notes) make("p", note, byId("notes"), "warn");
   if (!data.collectives.length) make("p", "No collective is in this trace.", byId("notes"));
