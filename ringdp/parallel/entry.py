@@ -18,7 +18,7 @@ from ringdp.parallel.guards.computed import places
 from ringdp.parallel.layout import layout
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.precision import ModuleRule, Precision
-from ringdp.parallel.replicas import broadcast, check_equal, facts_of
+from ringdp.parallel.replicas import broadcast, check_equal, check_writable, facts_of
 from ringdp.parallel.stages import Stage, stage_of
 from ringdp.parallel.unit import FlatUnit
 from ringdp.parallel.units import UnitSpec, find_units
@@ -70,6 +70,7 @@ def shard(
     _check(offload, Offload | None, "offload")
     _check(init, Callable | None, "init")
     copies.check(model)
+    check_writable(model)
     ahead = 0 if prefetch_bytes is None else prefetch_bytes
     for name, value in (("prefetch_bytes", ahead), ("persist_below", persist_below)):
         if type(value) is not int or value < 0:

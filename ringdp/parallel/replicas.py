@@ -8,11 +8,12 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.nn.parameter import is_lazy
 
 from ringdp.comm import Communicator
-from ringdp.errors import ModelError
+from ringdp.errors import ModelError, UsageError
 
 PIECE = 250 << 20  # bytes that one broadcast moves at most; a larger tensor goes alone
 Facts = Sequence[tuple[str, dict[str, Any]]]  # each parameter's name, and what must be equal
@@ -42,6 +43,14 @@ def check_places(tensors: Iterable[tuple[str, Tensor]]) -> None:
                 "it refers to a single memory location, so that it cannot be written. Please "
                 "clone() it, or leave it out by _set_params_and_buffers_to_ignore_for_model"
             )
+
+
+def check_writable(model: nn.Module) -> None:
+    """Raise UsageError for a parameter or buffer that only inference_mode may write to: rank 0's
+    values could not be broadcast, and nothing trained."""
+    for name, t in (*model.named_parameters(), *model.named_buffers()):
+        if not is_lazy(t) and t.is_inference():
+            raise UsageError(f"{name} was made in torch.inference_mode(); make it outside of that")
 
 
 def _difference(first: Facts, facts: Facts, rank: int) -> str | None:

@@ -37,6 +37,7 @@ def net() -> nn.Sequential:
     ("wrong", "message"),
     [
         ({"model": 3}, r"shard\(model=3\): allowed: Module"),
+        ({"model": torch.inference_mode()(net)()}, r"0\.weight was made in torch\.inference_mode"),
         ({"stage": True}, "it must be 0"),
         ({"stage": 3.0}, "it must be 0"),
         ({"stage": 4}, r"it must be 0 \(DDP\)"),

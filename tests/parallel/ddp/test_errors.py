@@ -44,6 +44,11 @@ def test_wrong_models_and_arguments_are_refused(comm: Communicator) -> None:
     sync = nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))
     sparse = wrap(nn.Sequential(nn.Embedding(3, 2, sparse=True)))
 
+    with torch.inference_mode():
+        frozen = nn.BatchNorm1d(2)
+    written = nn.BatchNorm1d(2)
+    written.running_mean = frozen.running_mean
+
     def used_outside() -> None:
         weight = sparse.module[0].weight
         weight.sum().backward()
@@ -53,6 +58,8 @@ def test_wrong_models_and_arguments_are_refused(comm: Communicator) -> None:
         (error_text(lambda: wrap(mlp().requires_grad_(False))), "no trainable parameter"),
         (error_text(lambda: wrap(nn.LazyLinear(3))), "uninitialized"),
         (error_text(lambda: wrap(mlp().to("meta"))), "on the meta device"),
+        (error_text(lambda: wrap(frozen), UsageError), "weight was made in torch.inference_mode"),
+        (error_text(lambda: wrap(written), UsageError), "running_mean was made in torch.inference"),
         (error_text(lambda: wrap(sync), UsageError), "ringdp.SyncBatchNorm"),
         (error_text(lambda: wrap(device_ids=[0]), UsageError), "device_ids"),
         (error_text(lambda: wrap(bucket_cap_mb=-1), UsageError), "at least 0"),
