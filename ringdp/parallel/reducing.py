@@ -69,8 +69,8 @@ class Reducing:
             buffer = self.unreduced.open(unit)
         else:
             buffer = GradBuffer(unit.plan, self._bucket(unit, accumulate), 1 / self.comm.size)
-        self._open[unit.index] = buffer
         self._turns[unit.index] = _Turn(unit, keep, accumulate, shows)
+        self._open[unit.index] = buffer
 
     def take(self, unit: FlatUnit, at: int) -> None:
         """Move the .grad of the unit's parameter `at` into the bucket. Raises UsageError if the
@@ -116,10 +116,11 @@ class Reducing:
 
     def start(self, unit: FlatUnit) -> None:
         """Average the unit's gradients over the ranks."""
-        turn, bucket = self._turns[unit.index], self._open.pop(unit.index).whole()
-        sums = self.unreduced.pop(unit)
-        if sums is not None or bucket is not unit.gradients.bucket:
+        turn, bucket = self._turns[unit.index], self._open[unit.index].whole()
+        if unit in self.unreduced or bucket is not unit.gradients.bucket:
             self._land()
+        del self._open[unit.index]
+        sums = self.unreduced.pop(unit)
         if sums is not None:
             bucket = self._bucket(unit, turn.accumulate)
             scaled_copy(sums, bucket, 1 / self.comm.size)
@@ -169,8 +170,9 @@ class Reducing:
         """Wait for the reductions, so that the next bucket can take their memory, but not for
         copies to the host."""
         while self._pending:
-            (unit, _, accumulate, _), bucket, work = self._pending.pop(0)
-            work.wait()
+            (unit, _, accumulate, _), bucket, work = self._pending[0]
+            work.wait()  # which KeyboardInterrupt may end: then the next call waits again
+            self._pending.pop(0)
             if bucket is unit.gradients.bucket and unit.widths.own:
                 continue
             result, reduced = bucket[unit.cut.keeps], unit.gradients.reduced

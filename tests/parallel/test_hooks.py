@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import ringdp
-from ringdp import Communicator, Offload
+from ringdp import Communicator, Offload, Work
 from tests.parallel.loop_models import Fail
 from tests.parallel.small import assert_gradients, batch, loss, net
 from tests.ranks import on_ranks
@@ -133,6 +134,47 @@ def test_hooks_and_errors_give_the_gradients_of_one_process(
         assert_gradients(engine, twin)
     finally:
         engine.close()
+
+
+class Interrupted:
+    """A work whose first wait is ended by the user."""
+
+    def __init__(self, work: Work) -> None:
+        self.work, self.waits = work, 0
+
+    def is_completed(self) -> bool:
+        return self.work.is_completed()
+
+    def wait(self) -> None:
+        self.waits += 1
+        if self.waits == 1:
+            raise KeyboardInterrupt
+        self.work.wait()
+
+
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_an_interrupted_wait_leaves_no_reduction_in_flight(comm: Communicator, stage: int) -> None:
+    """Its bucket would be freed while other ranks and threads still write to it."""
+    model, twin = net(), net()
+    engine = ringdp.shard(model, stage=stage, comm=comm)
+    kind = engine.stage.reduction
+    start, works = getattr(engine.reducing.comm, kind), list[Interrupted]()
+
+    def first(*args: Any, **named: Any) -> Interrupted:
+        delattr(engine.reducing.comm, kind)
+        works.append(Interrupted(start(*args, **named)))
+        return works[0]
+
+    setattr(engine.reducing.comm, kind, first)
+    with pytest.raises(KeyboardInterrupt):
+        loss(model).backward()
+    for one in (model, twin):
+        loss(one, 1).backward()
+    assert works[0].waits == 2
+    assert_gradients(engine, twin)
+    assert engine.ledger.now["buckets"] == 0
+    engine.close()
 
 
 @pytest.mark.parametrize("stage", range(4))
