@@ -130,14 +130,14 @@ class Failure(NamedTuple):
 class Link(NamedTuple):
     """A network that a host transport emulates by delivering messages late, one port per rank.
 
-    `latency` is α and `bandwidth` is 1/β of the cost model. What a rank sends to one peer in one
-    round of a collective occupies its port for the latency plus the time of its bytes. Copying
-    messages in and out takes CPU time of the ranks. A direct collective of HELD_BACK has no such
-    copies: it runs as it does without a link, but ends late.
+    `latency`, in s per message, is α of the cost model, and `bandwidth`, in bytes/s, is 1/β. What a
+    rank sends to one peer in one round of a collective occupies its port for the latency plus the
+    time of its bytes. Copying messages in and out takes CPU time of the ranks. A direct collective
+    of HELD_BACK has no such copies: it runs as it does without a link, but ends late.
     """
 
-    latency: float  # s per message
-    bandwidth: float  # bytes/s
+    latency: float
+    bandwidth: float
 
 
 class Run(NamedTuple):

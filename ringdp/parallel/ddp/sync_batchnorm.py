@@ -18,6 +18,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ringdp.comm import Communicator, communicator_of
@@ -25,10 +26,12 @@ from ringdp.errors import UsageError
 
 
 class SyncBatchNorm(_BatchNorm):
-    """torch.nn.SyncBatchNorm over `process_group`, by default what `ringdp.init` made last.
+    """torch.nn.SyncBatchNorm over `process_group`, by default what `ringdp.init` made last, or else
+    torch's default group.
 
-    Input: [rows, channels, ...]. Forward and backward are collective in training; in evaluation it
-    is an ordinary batch norm.
+    Input: [rows, channels, ...]; the output has its shape and dtype, and statistics are float32 or
+    wider. Forward and backward are collective in training; in evaluation it is an ordinary batch
+    norm. Raises UsageError for an input with other channels.
     """
 
     def __init__(
@@ -38,7 +41,7 @@ class SyncBatchNorm(_BatchNorm):
         momentum: float | None = 0.1,
         affine: bool = True,
         track_running_stats: bool = True,
-        process_group: Communicator | None = None,
+        process_group: Communicator | ProcessGroup | None = None,
         device: Any = None,
         dtype: Any = None,
     ) -> None:
@@ -83,7 +86,7 @@ class SyncBatchNorm(_BatchNorm):
         return {**self.__dict__, "process_group": None}  # a communicator belongs to its process
 
     @classmethod
-    def _like(cls, m: _BatchNorm, process_group: Communicator | None) -> Self:
+    def _like(cls, m: _BatchNorm, process_group: Communicator | ProcessGroup | None) -> Self:
         affine, tracked = m.affine, m.track_running_stats
         new = cls(m.num_features, m.eps, m.momentum, affine, tracked, process_group)
         new.weight, new.bias = m.weight, m.bias
@@ -94,7 +97,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(
-        cls, module: nn.Module, process_group: Communicator | None = None
+        cls, module: nn.Module, process_group: Communicator | ProcessGroup | None = None
     ) -> nn.Module:
         """`module` with every BatchNorm*d in it replaced, parameters and buffers kept."""
         if isinstance(module, _BatchNorm) and not isinstance(module, cls):

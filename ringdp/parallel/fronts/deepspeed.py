@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
@@ -43,7 +44,7 @@ def initialize(
     config_params: configs.Config | None = None,
     *,
     unit: ModuleRule | None = None,
-    comm: Communicator | None = None,
+    comm: Communicator | ProcessGroup | None = None,
 ) -> tuple[DeepSpeedEngine, Optimizer, DataLoader[Any] | None, Scheduler | None]:
     """Shard the model as the config says. Collective.
 
@@ -56,9 +57,9 @@ def initialize(
     has not stepped; by default the config's. model_parameters: those to step, by default all.
     lr_scheduler: a scheduler, or a function of the optimizer; by default the config's. The engine
     steps it after every step that did not overflow. training_data: loaded in micro batches, with
-    collate_fn, each rank its part of every epoch. unit: as for `shard`; by default the bucket sizes
-    bound the units, since a unit is gathered and reduced in one piece. Raises UsageError for a key
-    or an argument that is not implemented; deepspeed_config.KEYS lists the keys that are.
+    collate_fn, each rank its part of every epoch. unit, comm: as for `shard`; by default the bucket
+    sizes bound the units, since a unit is gathered and reduced in one piece. Raises UsageError for
+    a key or an argument that is not implemented; deepspeed_config.KEYS lists the keys that are.
     """
     refuse(
         "initialize",

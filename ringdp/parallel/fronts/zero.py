@@ -42,8 +42,11 @@ class DtypeSlices:
 
 class ZeroRedundancyOptimizer(torch.optim.Optimizer, JoinableOverGroup):
     """torch's arguments. `optimizer_class`: any element-wise optimizer; `defaults`: its arguments.
+    `process_group`: a communicator or a torch.distributed group, by default as for `shard`.
 
-    Gradients must be equal on all ranks, as they are after DDP's backward.
+    Parameters stay whole, and a rank keeps the state of its 1/n of their elements. Gradients must
+    be dense and equal on all ranks, as they are after DDP's backward. Collective. Raises UsageError
+    for what is not implemented, and ModelError for a `state_dict` that was not consolidated.
     """
 
     def __init__(
