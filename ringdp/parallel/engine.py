@@ -277,7 +277,7 @@ def check_engine(function: str, given: object) -> None:
         found = type(given).__name__
         raise UsageError(
             f"{function}: engine is a {found}; allowed: what ringdp.shard returns, or the .engine "
-            "of what another library's name returns"
+            "of what another library's name returns; with DistributedDataParallel use torch's own"
         )
 
 

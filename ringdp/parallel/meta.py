@@ -28,9 +28,9 @@ def check(model: nn.Module, init: Init | None) -> None:
     ]
     if stuck:
         raise UsageError(
-            f"on the meta device and without reset_parameters: {', '.join(stuck)}; pass init=, a "
-            "function that fills a module's own parameters and buffers, or does nothing where a "
-            "checkpoint is loaded next"
+            f"on the meta device and without reset_parameters: {', '.join(stuck)}; write one, or "
+            "pass init= (FullyShardedDataParallel's param_init_fn=), a function that fills a "
+            "module's own parameters and buffers, or does nothing where a checkpoint is loaded next"
         )
 
 

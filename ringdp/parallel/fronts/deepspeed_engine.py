@@ -71,7 +71,7 @@ class DeepSpeedEngine:
             raise AttributeError(name)
         if name in ABSENT and not hasattr(self.module, name):
             raise MissingAttribute(
-                "initialize", name, "what is there, or .engine, which shards the model"
+                "initialize", name, ".optimizer, .engine (no_sync(), close()) or ringdp.export"
             )
         return getattr(self.module, name)
 

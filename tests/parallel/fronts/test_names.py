@@ -131,6 +131,8 @@ def test_missing_names_say_what_to_use():
     engine = make_engine(comm)
     wrapped = fronts.FullyShardedDataParallel(net(), comm)
     sharded: Any = fronts.fully_shard(net(), comm=comm)
+    with pytest.raises(UsageError, match=r"no_sync is not implemented; use .*\.engine \(no_sync"):
+        engine.no_sync  # noqa: B018
     fronts_and_names: list[tuple[Any, tuple[str, ...]]] = [
         (engine, deepspeed_engine.ABSENT),
         (wrapped, fsdp.ABSENT),
