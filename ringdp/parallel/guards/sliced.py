@@ -45,7 +45,14 @@ class Slice(Tensor):
             first = args[0] if args else None
             if func in _LEAVE and isinstance(first, Slice):
                 return _LEAVE[func](first.as_subclass(Tensor), *args[1:], **(kwargs or {}))
-            out = func(*args, **(kwargs or {}))
+            try:
+                out = func(*args, **(kwargs or {}))
+            except RuntimeError as e:
+                e.add_note(
+                    "A tensor here is this rank's flat slice of a sharded parameter or gradient. "
+                    "Parameters are whole within full_parameters()."
+                )
+                raise
             if type(out) is Tensor and isinstance(first, Slice) and out.shape == first.shape:
                 _mark(out, first._ringdp_owner, type(first))
             return out

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import ringdp
 from ringdp import Communicator, UsageError
@@ -111,6 +112,18 @@ def test_a_loss_of_parameters_outside_a_forward_is_refused(comm: Communicator, s
         (value + sum(p.square().sum() for p in parameters)).backward()
     model.zero_grad()
     loss(model).backward()
+    engine.close()
+
+
+@on_ranks(2)
+def test_slices_among_whole_tensors_are_told(comm: Communicator) -> None:
+    """torch's error is about shapes alone."""
+    model = net()
+    average = AveragedModel(model)
+    engine = ringdp.shard(model, stage=1, comm=comm)
+    with pytest.raises(RuntimeError, match="size of tensor") as told:
+        average.update_parameters(model)
+    assert "whole within full_parameters()" in told.value.__notes__[0]
     engine.close()
 
 
