@@ -95,21 +95,22 @@ def _check_files(directory: Path, ranks: int) -> None:
 def _check_json(values: Any) -> None:
     try:
         json.dumps(values)
-        _check_keys(values)
+        _check_keys(values, "extra")
     except (TypeError, ValueError) as e:
         raise CheckpointError(
             f"extra, or what the optimizer has beside tensors, is not JSON: {e}"
         ) from e
 
 
-def _check_keys(value: Any) -> None:
-    """Raise TypeError for a key that JSON would turn into a string."""
+def _check_keys(value: Any, name: str) -> None:
+    """Raise TypeError for a key that JSON would turn into a string. `name`: of the dict, if any."""
     if isinstance(value, dict):
-        if others := [key for key in value if not isinstance(key, str)]:
-            raise TypeError(f"keys must be strings, and {others[0]!r} is none")
-        value = list(value.values())
+        for key, v in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"keys must be strings, and {key!r} of {name} is none")
+            _check_keys(v, key)
     for v in value if isinstance(value, list | tuple) else ():
-        _check_keys(v)
+        _check_keys(v, name)
 
 
 class _RankData:

@@ -286,7 +286,7 @@ def test_errors_of_save_and_load_say_what_is_wrong(comm: Communicator, tmp_path:
         (lambda: ringdp.save(tmp_path, engine, extra={"x": object()}), "not JSON"),
         (
             lambda: ringdp.save(tmp_path, engine, extra={"best": [{1: 0.5}]}),
-            "keys must be strings, and 1 is none",
+            "keys must be strings, and 1 of best is none",
         ),
         (lambda: ringdp.save(blocked / "below", engine), "was not written; ranks 0, 1: "),
     ):
