@@ -37,7 +37,11 @@ class Options:
     dtype: Annotated[str, Option(help=", ".join(DTYPES))] = "float32"
     op: Annotated[str, Option(help=", ".join(FOLDS))] = "sum"
     algorithm: Annotated[
-        str, Option(help="auto, names of `ringdp show --list`, or FILE.py:function; with commas")
+        str,
+        Option(
+            help="auto (what a call that names none runs: direct), names of `ringdp show --list`, "
+            "or FILE.py:function; with commas"
+        ),
     ] = "auto"
     transport: Annotated[
         str, Option(help=f"how ringdp exchanges bytes: {', '.join(OURS)}; with commas")
