@@ -83,18 +83,11 @@ def _collectives() -> str:
 def error() -> str:
     """From `ringdp bench error --json bench/results/error.json`."""
     rows = [Row(**row) for row in load("error")]
-
-    def greatest(algorithm: str, dtype: str) -> float:
-        (row,) = (
-            r
-            for r in rows
-            if (r.algorithm, r.dtype, r.ranks, r.inputs) == (algorithm, dtype, 64, "positive")
-        )
-        return row.max
-
+    rows = [row for row in rows if (row.ranks, row.inputs) == (64, "positive")]
+    greatest = {(row.algorithm, row.dtype): row.max for row in rows}
     cells = [
-        f"{greatest('direct', dtype):.2f} by `direct`, {greatest('ring', dtype):.2f} by the ring "
-        f"and {greatest('halving', dtype):.2f} by `halving` in {dtype}"
+        f"{greatest['direct', dtype]:.2f} by `direct`, {greatest['ring', dtype]:.2f} by the ring "
+        f"and {greatest['halving', dtype]:.2f} by `halving` in {dtype}"
         for dtype in ("float32", "bfloat16")
     ]
     return (

@@ -6,7 +6,7 @@ The file is written after every size, so that an aborted run keeps the sizes tha
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -36,14 +36,8 @@ def bench(options: Options, console: Console) -> int:
 def watch(options: Options, console: Console, keep: Callable[[Report], None]) -> Report:
     """Measure, showing a bar on a terminal, and elsewhere a line per size."""
     if not console.is_terminal:
-        sizes: set[int] = set()
-
-        def line(step: Step) -> None:
-            if step.size not in sizes:
-                sizes.add(step.size)
-                say(console, f"measuring {step.size:,} bytes")
-
-        return measure(options, line, keep)
+        announce = cache(lambda size: say(console, f"measuring {size:,} bytes"))  # each size once
+        return measure(options, lambda step: announce(step.size), keep)
     # The description may wrap; the time may not.
     says = TextColumn("{task.description}", table_column=Column())
     parts = (says, BarColumn(BAR), TimeElapsedColumn())

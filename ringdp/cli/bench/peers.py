@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from ringdp.cli.checks import one_of
 from ringdp.cli.gpus import TORCHS
 from ringdp.errors import UsageError
 
@@ -63,9 +64,7 @@ class Launch(NamedTuple):
 
 def check(name: str, dtype: str) -> None:
     """Raise UsageError for a peer that is unknown, lacks the dtype, or is not installed."""
-    if name not in (*PEERS, TORCHS):
-        allowed = ", ".join((*PEERS, TORCHS))
-        raise UsageError(f"--peer is {name!r}; allowed: {allowed}, between commas")
+    one_of("--peer", name, (*PEERS, TORCHS))
     if name == TORCHS and not (torch.cuda.is_available() and dist.is_nccl_available()):
         raise UsageError(
             f"--peer {name} needs a CUDA GPU and a torch built with NCCL, and torch "
