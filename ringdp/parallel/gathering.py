@@ -133,17 +133,21 @@ class Gathering:
                 unit.reader = None
 
     def summon_all(self) -> None:
-        """Summon every unit. Collective."""
+        """Summon every unit, or none if there is no memory for one. Collective."""
         self.reshard_all()
         self.let_write()
         for unit in self.units:
             unit.settle()
-        for unit in self.units:
-            unit.summon(self.comm)
+        try:
+            for unit in self.units:
+                unit.summon(self.comm)
+        except BaseException:
+            self.dismiss_all(write=False)
+            raise
 
     def dismiss_all(self, *, write: bool) -> None:
-        """Dismiss every unit. Raises UsageError, and writes nothing, if a parameter has another
-        shape or dtype."""
+        """Dismiss every summoned unit. Raises UsageError, and writes nothing, if a parameter has
+        another shape or dtype."""
         fit = False
         try:
             for unit in self.units if write else ():
@@ -151,7 +155,8 @@ class Gathering:
             fit = True
         finally:
             for unit in self.units:
-                unit.dismiss(write=write and fit)
+                if unit.state is State.SUMMONED:
+                    unit.dismiss(write=write and fit)
 
     def reshard_all(self) -> None:
         """Reshard every unit; nothing stays in flight."""

@@ -220,7 +220,6 @@ class FlatUnit:
     def summon(self, comm: Communicator) -> None:
         """SHARDED (or static) -> SUMMONED: gather the masters into new memory. Collective."""
         assert self.static or self.state is State.SHARDED
-        resting.become(self.parameters, nn.Parameter)
         self.rested = self.rest
         self.summoned = torch.empty_like(self.master).resize_(self.plan.padded)
         views = self.cut.whole(self.summoned)
@@ -228,6 +227,7 @@ class FlatUnit:
             comm.all_gather(self.summoned, self.master, tag=self.index)
         else:
             _copy(views, self.rested)
+        resting.become(self.parameters, nn.Parameter)
         self._point(self.parameters, views)
         self.state = State.SUMMONED
 

@@ -216,3 +216,33 @@ def test_a_checkpoint_has_assigned_data(comm: Communicator, tmp_path: Path, stag
     ringdp.load(tmp_path, engine)
     assert all((p == 1).all() for p in whole_parameters(engine))
     engine.close()
+
+
+@with_and_without_precision
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_full_parameters_without_memory_leave_the_model_sharded(
+    comm: Communicator, stage: int, precision: Precision | None
+) -> None:
+    """Otherwise the model would count as whole, and a state_dict would have slices."""
+    model, twin = net(), net()
+    engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
+    *_, last = engine.units
+
+    def none_left(*_: object) -> None:
+        raise MemoryError
+
+    last.cut.whole, whole = none_left, last.cut.whole  # type: ignore[method-assign]
+    with pytest.raises(MemoryError), engine.full_parameters(write=True):
+        raise AssertionError("it was entered")
+    last.cut.whole = whole  # type: ignore[method-assign]
+    if stage:
+        with pytest.raises(UsageError, match="state_dict of a sharded model"):
+            model.state_dict()
+        with pytest.raises(UsageError, match="outside the forward of its unit"):
+            model[2][0].weight.sum()
+    for one in (model, twin):
+        loss(one).backward()
+        torch.optim.SGD(one.parameters(), lr=0.1).step()
+    assert_equal(engine, twin)
+    engine.close()
