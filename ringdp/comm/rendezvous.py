@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
 from typing import Literal, get_args
 from weakref import WeakKeyDictionary
 
@@ -35,7 +34,6 @@ from ringdp.transport.peer.transport import PeerTransport
 from ringdp.transport.shm.transport import ShmTransport
 from ringdp.transport.store.client import StoreClient
 from ringdp.transport.store.handshake import Handshake, Places
-from ringdp.transport.store.processes import has_ended, pid_of
 
 TransportName = Literal["shm", "c10d", "nccl", "nccl-host", "peer", "peer-host"]
 TIMEOUT, WARN_AFTER = 1800.0, 5.0  # s
@@ -209,14 +207,7 @@ def through(
     if the ranks are not on one host, or one does not arrive. `places`: where their processes are
     recorded, if they are already, so that the death of one that has not arrived is noticed.
     """
-    pid = cache(pid_of)
-
-    def look() -> None:
-        if places and has_ended(pid(places.store, places.ranks[0])):
-            here = f"rank {rank} of {ranks} waited to make a communicator"
-            raise PeerLost(f"{here}; rank 0 has ended")
-
-    store, times = meeting(store, rank, ranks, timeout, look)
+    store, times = meeting(store, rank, ranks, timeout, places=places)
     between = "between hosts torch's backend 'gloo'"
     _one_host(Handshake(store, rank, ranks, timeout, places), between)
     return _create(store, rank, ranks, f"{name}/{times}", timeout=timeout)

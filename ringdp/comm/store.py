@@ -10,16 +10,17 @@ import os
 import socket
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from time import monotonic, sleep
 from typing import NamedTuple
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 
-from ringdp.errors import CommunicationError, UsageError
+from ringdp.errors import CommunicationError, PeerLost, UsageError
 from ringdp.transport.store.client import PATIENCE, StoreClient
-from ringdp.transport.store.processes import boot_id
+from ringdp.transport.store.handshake import Places
+from ringdp.transport.store.processes import boot_id, has_ended, pid_of
 
 LOOK_EVERY = 0.005  # s between checks whether rank 0 has arrived
 NUMBERS = ("RANK", "WORLD_SIZE", "MASTER_PORT")
@@ -130,19 +131,33 @@ def _serve(place: _Place, timeout: timedelta) -> TCPStore:
 
 
 def meeting(
-    store: Store, rank: int, ranks: int, timeout: float, look: Callable[[], object] = bool
+    store: Store,
+    rank: int,
+    ranks: int,
+    timeout: float,
+    to: str = "make a communicator",
+    places: Places | None = None,
 ) -> tuple[Store, int]:
     """Return a part of `store` for this meeting of all ranks, and the meeting's number.
 
-    `look` is called repeatedly while rank 0 has not arrived, up to `timeout` seconds; it may raise.
+    `places`: where the ranks' processes are recorded, if they are already. Then PeerLost, which
+    says what this rank waited `to` do, is raised if rank 0 ends before it arrives.
     """
+    pid = cache(pid_of)
+
+    def look() -> None:
+        if places and has_ended(pid(places.store, places.ranks[0])):
+            raise PeerLost(f"rank {rank} of {ranks} waited to {to}; rank 0 has ended")
+
     store = PrefixStore(f"{ranks}", store)
     times = generation(store, rank, timeout, look)
     return PrefixStore(f"{times}", store), times
 
 
 def generation(store: Store, rank: int, timeout: float, look: Callable[[], object] = bool) -> int:
-    """Return the number of this meeting of all ranks, the same on all. See `meeting`.
+    """Return the number of this meeting of all ranks, the same on all.
+
+    `look`, which may raise, is called repeatedly while rank 0 has not arrived, up to `timeout` s.
 
     Rank 0 opens a meeting; every other rank joins the first one that it has not joined yet. So
     ranks find one another again after a failure, whether they are the same processes or new ones.

@@ -22,7 +22,8 @@ from ringdp.comm.rendezvous import TIMEOUT, last
 from ringdp.comm.store import host, job_store, meeting
 from ringdp.errors import RingdpError, UsageError
 from ringdp.tape import chrome, parts, recorder
-from ringdp.tape.meeting import Meeting, lost
+from ringdp.tape.meeting import Meeting
+from ringdp.transport.store.handshake import Places
 from ringdp.transport.store.processes import has_ended, pid_of
 
 log = logging.getLogger("ringdp")
@@ -60,13 +61,8 @@ class Trace:
             raise UsageError("a trace runs in this process already; stop it first")
         store, rank, ranks = job_store(TIMEOUT)
         before = PrefixStore(comm._name, store) if (comm := last()) else store
-        pids = cache(partial(pid_of, before))
-
-        def look() -> None:
-            if has_ended(pids(0)):
-                raise lost(0, rank, ranks)
-
-        there, _ = meeting(PrefixStore("trace", store), rank, ranks, TIMEOUT, look)
+        places, pids = Places(before, range(ranks)), cache(partial(pid_of, before))
+        there, _ = meeting(PrefixStore("trace", store), rank, ranks, TIMEOUT, "trace", places)
         self._meeting = Meeting(there, rank, ranks, host(), has_ended, pid_of=pids)  # type: ignore[arg-type]  # torch's stubs
         complaint = unwritable("trace", self.path, trace=True) if rank == 0 else None
         own = str(self.path.absolute())
