@@ -40,7 +40,7 @@ def run(options: Options, console: Console, *, entry: Entry[Job, list[Record]] =
     if options.modes and options.ranks > 1:
         say(console, "While a mode runs, the loss is of one worker's rows; in the table, of all.")
     with signals_raised(), Display(console, memory=not options.modes) as display:
-        warm_up(entry)
+        warm_up(modes.part if options.modes else entry)
         reference = None
         if options.reference:
             reference = run_single(options, learned.data, display.update)
