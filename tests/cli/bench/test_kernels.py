@@ -80,6 +80,26 @@ def test_a_failing_implementation_loses_only_its_own_row(
     assert f"flatten, ringdp, 1,024 bytes: {error}" in capsys.readouterr().out
 
 
+def test_a_size_that_does_not_fit_loses_only_its_own_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def roof(size: int, device: torch.device) -> int:
+        if size > 1024:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return size
+
+    monkeypatch.setattr(bench, "CASES", {"fold": Case(1, lambda *_: {OURS: lambda: None})})
+    monkeypatch.setattr(bench, "roof_of", roof)
+    file = tmp_path / "rows.json"
+    arguments = ["--min", "1K", "--max", "4K", "--rounds", "1", "--json", str(file)]
+    assert main(["bench", "kernels", *arguments]) == 1
+    report = json.loads(file.read_bytes())
+    assert [row["size"] for row in report["rows"]] == [1024]
+    assert [(f["size"], f["error"]) for f in report["failures"]] == [
+        (4096, "OutOfMemoryError: CUDA out of memory")
+    ]
+
+
 def test_implementations_take_turns() -> None:
     calls: list[str] = []
     ways = {name: lambda name=name: calls.append(name) for name in "ab"}
