@@ -71,7 +71,7 @@ class Group:
     def __init__(
         self, name: str, ranks: int, cores: Sequence[int], largest: int, directory: Path
     ) -> None:
-        self.name, self.ranks, self.version = name, ranks, ""
+        self.name, self.ranks, self.version, self._settings = name, ranks, "", ""
         self._log = (directory / f"{name}.log").open("wb")
         self._pipes: dict[int, Connection] = {}
         self._pids: list[int] = []
@@ -85,6 +85,7 @@ class Group:
         if name in peers.MPIS:
             launch = peers.launch(name, ranks, len(cores))
             command, shared = [*launch.command, *command], shared | launch.environment
+            self._settings = f"; {launch.settings}"
         else:
             self._store = loopback_store()
             command += [str(ranks), str(largest)]
@@ -112,7 +113,7 @@ class Group:
             assert isinstance(hello, Hello)
             self._pipes[hello.rank] = pipe
             self._pids.append(hello.pid)
-            self.version = hello.version
+            self.version = hello.version + self._settings
         self._socket.close()
 
     def run(self, command: Round) -> list[Times]:

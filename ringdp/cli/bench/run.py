@@ -20,7 +20,6 @@ from ringdp.cli.bench.contenders import Round
 from ringdp.cli.bench.groups import Group, groups, probe_ranks
 from ringdp.cli.bench.machine import describe, load
 from ringdp.cli.bench.options import Options, has_own
-from ringdp.cli.bench.peers import MPIS, launch
 from ringdp.cli.bench.rows import LIBRARYS, Report, Row, measured, predicted
 
 ROUND_SECONDS = 0.03  # of timed calls
@@ -67,8 +66,6 @@ def measure(
     asked = asdict(options) | {"min": options.least, "max": options.most, "json": None}
     with groups(names, options.ranks, cores, largest) as started:
         contenders = {name: started[name].version for name in names[:-1]}
-        for peer in MPIS.keys() & contenders.keys():
-            contenders[peer] += f"; {launch(peer, options.ranks, len(cores)).settings}"
         for place, size in enumerate(options.sizes):
             count = elements(CASES[options.collective], options.dtype, size, options.ranks)
             entries = _entries(options, count, max(size, LEAST))
