@@ -42,9 +42,7 @@ from ringdp.schedule.cost import Machine, closed, fit, seconds
 RANKS = (2, 4, 8)
 LINK = ringdp.Link(latency=1e-3, bandwidth=4e8)  # s, bytes/s
 COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "reduce_scatter", "all_gather")
-SIZES = tuple(
-    1 << k for k in range(16, 25)
-)  # bytes; every second one, from the first on, is fitted
+SIZES = tuple(1 << k for k in range(16, 25))  # bytes; the fit uses every second one
 SHAPE = gpt.Shape(context=128, width=256, heads=4, blocks=6)
 ROWS = 1
 MEMORY = "shared memory"

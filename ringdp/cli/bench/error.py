@@ -50,9 +50,7 @@ class Row:
     inputs: str
     mean: float
     max: float
-    rounded_right: (
-        float  # share of all elements that are as near to the exact sum as the dtype allows
-    )
+    rounded_right: float  # share of elements as near to the exact sum as the dtype allows
     same_on_all_ranks: bool
 
 
@@ -133,15 +131,12 @@ def show(rows: Sequence[Row], console: Console) -> None:
         for dtype in DTYPES:
             of_dtype = [r for r in rows if (r.dtype, r.inputs) == (dtype, inputs)]
             for algorithm in dict.fromkeys(r.algorithm for r in of_dtype):
-                cells = [_cell(r) for r in of_dtype if r.algorithm == algorithm]
+                found = [r for r in of_dtype if r.algorithm == algorithm]
+                cells = [f"{_number(r.mean)} {_number(r.max)}" for r in found]
                 made.add_row(dtype, algorithm, *cells)
             made.add_section()
         say(console, f"\n{says} of {inputs} inputs.")
         show_table(console, made, len(KEYS))
-
-
-def _cell(row: Row) -> str:
-    return f"{_number(row.mean)} {_number(row.max)}"
 
 
 def _number(x: float) -> str:

@@ -148,9 +148,8 @@ class Report:
     machine: dict[str, str]
     contenders: dict[str, str]  # name -> version and settings
     rows: list[Row]
-    asked: dict[str, Any] = field(
-        default_factory=dict
-    )  # options by name; empty in files that predate this field
+    # options by name; empty in files that predate this field
+    asked: dict[str, Any] = field(default_factory=dict)
 
 
 def read(path: Path) -> Report:
