@@ -108,8 +108,9 @@ class Ledger:
 
     def empty(self, category: str, elements: int, dtype: torch.dtype) -> Tensor:
         """Allocate a flat buffer, and count it."""
-        self.take(category, elements * dtype.itemsize)
-        return self.make(elements, dtype)
+        made = self.make(elements, dtype)
+        self.take(category, made.nbytes)
+        return made
 
     def make(self, elements: int, dtype: torch.dtype) -> Tensor:
         """Allocate a flat buffer, not counted."""

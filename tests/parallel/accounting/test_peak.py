@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import ringdp
 from ringdp import Communicator
 from ringdp.parallel.values.outputs import UnitOutputs
-from tests.parallel.small import batch, net
+from tests.parallel.small import assert_gradients, batch, net
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
@@ -215,3 +215,25 @@ def test_a_forward_that_raises_leaves_nothing_gathered(ranks):
     for raised, plain in zip(*(ranks(2)(peak_of_a_loop, r) for r in (True, False)), strict=True):
         assert raised == plain
         assert not any(plain[1])
+
+
+@on_ranks(2)
+def test_memory_that_could_not_be_allocated_is_not_counted(comm: Communicator) -> None:
+    """Training goes on, as with a smaller batch."""
+    model, twin = net(), net()
+    engine = ringdp.shard(model, stage=3, unit=1 << 40, comm=comm)  # one unit
+
+    def none_left(*_: object) -> None:
+        raise MemoryError
+
+    for owner, name in ((engine.ledger.pool, "fill"), (engine.ledger, "make")):
+        setattr(owner, name, none_left)
+        with pytest.raises(MemoryError):
+            model(batch()).sum().backward()
+        delattr(owner, name)
+        for one in (model, twin):
+            one.zero_grad()
+            one(batch()).sum().backward()
+        assert_gradients(engine, twin)
+        assert engine.ledger.now["gathered"] == engine.ledger.now["buckets"] == 0, name
+    engine.close()
