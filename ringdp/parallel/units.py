@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import jit, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from ringdp.errors import UsageError
@@ -49,8 +50,9 @@ def find_units(
     `rule`: a module class, several, a predicate, or a number: the outermost modules of at most that
     many elements. Without a rule every entry of a ModuleList or Sequential is a unit, the outermost
     where they nest. Raises UsageError if there is no parameter; unless all are floating-point, in
-    memory of their own, and on one device (or on meta); for a module that takes no hooks, or whose
-    forward changes its weights; or if gradients cannot be cast as `precision` says.
+    memory of their own, and on one device (or on meta); for a module that takes no hooks, whose
+    forward changes its weights, or that reduces gradients; or if gradients cannot be cast as
+    `precision` says.
     """
     _check(model)
     precision = precision or Precision()
@@ -152,6 +154,11 @@ def _check(model: nn.Module) -> None:
             raise UsageError(
                 f"{what} is a torch.jit.ScriptModule, which takes no hooks; shard what it was made "
                 "of"
+            )
+        if isinstance(module, DistributedDataParallel):  # ringdp's, too
+            raise UsageError(
+                f"{what} is a DistributedDataParallel, which reduces gradients, too; shard a model "
+                "that is not wrapped in it"
             )
         embeds = isinstance(module, nn.Embedding | nn.EmbeddingBag)
         if embeds and module.max_norm is not None:

@@ -14,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import ringdp
 from ringdp import Communicator, UsageError
+from tests.parallel.ddp.cases import gloo
 from tests.parallel.small import COMPUTE_IN_FLOAT64, WIDTH, assert_equal, batch, loss, net
 from tests.ranks import on_ranks
 
@@ -113,6 +114,18 @@ def test_a_loss_of_parameters_outside_a_forward_is_refused(comm: Communicator, s
     model.zero_grad()
     loss(model).backward()
     engine.close()
+
+
+@on_ranks(2)
+def test_a_model_wrapped_in_ddp_is_refused(comm: Communicator) -> None:
+    """Nothing would be trained in stage 0 in torch's, and the others would end the process."""
+    gloo()
+    for wrap in (nn.parallel.DistributedDataParallel, ringdp.DistributedDataParallel):
+        model = wrap(net())
+        with pytest.raises(UsageError, match="the model is a DistributedDataParallel, which red"):
+            ringdp.shard(model, stage=0, comm=comm)
+        with pytest.raises(UsageError, match="module 0 is a DistributedDataParallel"):
+            ringdp.shard(nn.Sequential(model), stage=3, comm=comm)
 
 
 @on_ranks(2)
