@@ -63,6 +63,13 @@ def test_the_table_fits_80_columns_and_has_traffic_and_staleness() -> None:
 
 
 @pytest.mark.process
+def test_ddp_may_rebuild_its_buckets_in_the_last_step(capfd: pytest.CaptureFixture[str]) -> None:
+    small = ["--steps", "2", "--batch", "2", "--context", "8", "--no-reference"]
+    code = main(["train", "--mode", "ddp", *small])
+    assert code == 0, capfd.readouterr().out
+
+
+@pytest.mark.process
 def test_all_modes_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
     small = ["--steps", "3", "--batch", "4", "--context", "16", "--seed", "1"]
