@@ -133,6 +133,8 @@ def test_a_model_closed_in_stage_0_is_an_ordinary_one(
         engine.close()
     assert all(p.dtype == torch.float32 for p in model.parameters())
     ringdp.shard(model, stage=1, comm=comm).close()
+    with pytest.raises(ringdp.UsageError, match=r"or after close\(\)"):
+        model(batch())
 
 
 @pytest.mark.parametrize("stage", range(4))

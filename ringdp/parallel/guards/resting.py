@@ -109,10 +109,10 @@ def _mixes_dtypes(args: Any, kwargs: Any) -> bool:
 
 
 _A_SLICE = (
-    "is used outside the forward of its unit, where it is only this rank's flat slice. Read it, or "
-    "evaluate the model, within full_parameters(); for an L2 term take the optimizer's "
-    "weight_decay; where a module uses another's weight, let both lie in one unit; where it is "
-    "called apart from the one around it, let it be a unit itself."
+    "is used outside the forward of its unit, or after close(), where it is only this rank's flat "
+    "slice. Read it, or evaluate the model, within full_parameters(); for an L2 term take the "
+    "optimizer's weight_decay; where a module uses another's weight, let both lie in one unit; "
+    "where it is called apart from the one around it, let it be a unit itself."
 )
 _AT_REST = (
     "is used as it is at rest, where it computes in another dtype. Where a module uses another's "
