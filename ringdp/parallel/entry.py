@@ -70,7 +70,7 @@ def shard(
     _check(offload, Offload | None, "offload")
     _check(init, Callable | None, "init")
     copies.check(model)
-    check_writable(model)
+    check_writable((*model.named_parameters(), *model.named_buffers()))
     ahead = 0 if prefetch_bytes is None else prefetch_bytes
     for name, value in (("prefetch_bytes", ahead), ("persist_below", persist_below)):
         if type(value) is not int or value < 0:

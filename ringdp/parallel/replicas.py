@@ -8,7 +8,7 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.parameter import is_lazy
 
@@ -45,10 +45,10 @@ def check_places(tensors: Iterable[tuple[str, Tensor]]) -> None:
             )
 
 
-def check_writable(model: nn.Module) -> None:
-    """Raise UsageError for a parameter or buffer that only inference_mode may write to: rank 0's
-    values could not be broadcast, and nothing trained."""
-    for name, t in (*model.named_parameters(), *model.named_buffers()):
+def check_writable(tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise UsageError for a tensor that only inference_mode may write to: it could not take rank
+    0's values."""
+    for name, t in tensors:
         if not is_lazy(t) and t.is_inference():
             raise UsageError(f"{name} was made in torch.inference_mode(); make it outside of that")
 

@@ -13,7 +13,6 @@ from torch.nn import SyncBatchNorm as _TorchsSyncBatchNorm
 from ringdp.comm import Communicator
 from ringdp.errors import ModelError, UsageError
 from ringdp.parallel.ddp.bucketing import CAPS, MIB, WIRED
-from ringdp.parallel.replicas import check_writable
 
 
 class Trainable(NamedTuple):
@@ -101,10 +100,8 @@ def syncs(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> 
 def trainables(module: nn.Module, ignored: Set[str]) -> list[Trainable]:
     """The trained parameters in the order of `module.parameters()`, without `ignored` names.
 
-    Raises ModelError if none trains, or one is uninitialized; UsageError for torch's SyncBatchNorm,
-    or a tensor made in inference_mode.
+    Raises ModelError if none trains, or one is uninitialized; UsageError for torch's SyncBatchNorm.
     """
-    check_writable(module)
     found: dict[nn.Parameter, Trainable] = {}
     for prefix, m in module.named_modules():
         sparse = isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse

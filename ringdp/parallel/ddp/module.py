@@ -93,7 +93,9 @@ class Replica(nn.Module, JoinableOverGroup):
         localize(module, device_mesh)
         self._buffer_hook: comm_hooks.BufferHook | None = None
         self._trainable = arguments.trainables(module, self.parameters_to_ignore)
-        self._place = place = arguments.place(self._state(), device_ids, output_device)
+        parameters, buffers = self._state(), self.named_module_buffers if first else {}
+        replicas.check_writable((*parameters.items(), *buffers.items()))
+        self._place = place = arguments.place(parameters.values(), device_ids, output_device)
         self.device_ids = None if place is None else [place.index]
         self.dim, self.output_device = dim, None if place is None else place.index
         self._outer: Collection[Any] = ()  # weak: DDPs around this one, which may be made later
@@ -133,13 +135,13 @@ class Replica(nn.Module, JoinableOverGroup):
         syncs = self.require_forward_param_sync and self.forward_sync_buffers
         return self.named_module_buffers if syncs else {}
 
-    def _state(self) -> list[nn.Parameter]:
+    def _state(self) -> dict[str, nn.Parameter]:
         ignored = self.parameters_to_ignore
-        return [p for name, p in self.module.named_parameters() if name not in ignored]
+        return {name: p for name, p in self.module.named_parameters() if name not in ignored}
 
     def _broadcast(self, *, buffers: bool, root: int = 0) -> None:
         """Broadcast parameters, and `buffers` too, from rank `root`. Collective."""
-        state = [*self._state(), *(self.named_module_buffers.values() if buffers else ())]
+        state = [*self._state().values(), *(self.named_module_buffers.values() if buffers else ())]
         replicas.broadcast(self.comm, state, root)
 
     @property
