@@ -44,12 +44,11 @@ class StoreClient:
         """`connect` returns the store; the thread calls it, and again if it has raised."""
         self._requests: SimpleQueue[Request | None] = SimpleQueue()
         self._since = [math.inf]  # when the thread began to wait for the store
-        self._serve = partial(_serve, connect, self._requests, self._since)
-        self._has_thread = True
+        self._connect: Callable[[], Store] | None = None  # if there is no thread
         try:
-            threads.spawn(self._serve, "ringdp-store")
+            threads.spawn(partial(_serve, connect, self._requests, self._since), "ringdp-store")
         except RuntimeError:
-            self._has_thread = False
+            self._connect = connect
         self._end = weakref.finalize(self, self._requests.put, None)
         self._end.atexit = False  # a rank publishes its last status at exit, then ends this
 
@@ -63,13 +62,12 @@ class StoreClient:
         """
         if not self._end.alive:
             raise DistError("this client of the store has ended")
+        if self._connect:
+            return act(self._connect())
         if not later and self._silence() >= patience:
             raise StoreSilent(self._silence())
         answer = threads.Answer[T]()
         self._requests.put((act, answer))
-        if not self._has_thread:
-            self._requests.put(None)
-            self._serve()
         try:
             return answer.get(max(0.0, patience - self._silence()))
         except Empty:
