@@ -154,6 +154,18 @@ def test_windows_are_freed_after_a_failure_once_all_kernels_have_ended(comm: Com
     assert ("stop" in spied.calls) == (comm.rank == 0)
 
 
+@on_ranks(2, pool="over_peer")
+def test_launches_do_not_wait_for_a_drain(comm: Communicator) -> None:
+    """On a GPU those of other communicators run on the same thread."""
+    other, locked = comm.duplicate(), list[bool]()
+    transport = other._transport
+    transport._streams.drain = lambda: locked.append(transport._launching.locked())
+    comm.barrier()
+    other.abort()
+    wait_until(lambda: len(locked) == 2, CALL_TIMEOUT / 6, lambda: locked)
+    assert not any(locked)
+
+
 class Counted:
     def __init__(self, kernels: Kernels) -> None:
         self._kernels, self.launches = kernels, 0

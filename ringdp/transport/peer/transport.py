@@ -163,9 +163,10 @@ class PeerTransport(DeviceTransport):
         replays = bool(self._captured)  # graphs may replay, and nothing here sees their end
         if hangs or replays:
             self._windows.stop(self.rank + 1)
-        with self._launching:  # on the host, until the kernel has ended
-            self._streams.drain()
-            self._jobs_made.clear()
+        with self._launching:
+            pass  # a launch under way is over, and on the host its kernel; later ones are refused
+        self._streams.drain()
+        self._jobs_made.clear()
         if replays:  # a replay may still write to windows, and to its counts when it ends
             held = self._counts, self._table, self._failure, self._windows
             _of_replays.append((*self._captured, *held))
