@@ -21,8 +21,6 @@ class Pool:
 
     def fill(self, storage: torch.UntypedStorage, size: int) -> None:
         """Give an empty storage `size` uninitialized bytes."""
-        if storage.nbytes():
-            return  # after KeyboardInterrupt in a gather, which may still write to it
         for at, kept in enumerate(self._kept):
             if kept.nbytes() == size:
                 _swap(storage, self._kept.pop(at))

@@ -146,8 +146,9 @@ class FlatUnit:
         self.settle()
         if self.freed:
             full = self.coming
-            self.ledger.pool.fill(full.untyped_storage(), self.bytes)
-            self.ledger.take("gathered", self.bytes)
+            if not full.untyped_storage().nbytes():  # else Ctrl-C ended a gather that may go on
+                self.ledger.pool.fill(full.untyped_storage(), self.bytes)
+                self.ledger.take("gathered", self.bytes)
         else:
             full = self.full.data  # whose writes do not invalidate views that autograd has saved
         shard = full[self.cut.part] if self.offload.parameters else self.shard

@@ -177,6 +177,33 @@ def test_an_interrupted_wait_leaves_no_reduction_in_flight(comm: Communicator, s
     engine.close()
 
 
+@on_ranks(2)
+def test_the_memory_of_an_interrupted_gather_is_kept_and_counted_once(comm: Communicator) -> None:
+    """The gather may still write to it."""
+    model, twin = net(), net()
+    engine = ringdp.shard(model, stage=3, comm=comm)
+    loss(model).backward()
+    model.zero_grad()
+    start, filled = engine.gathering.comm.all_gather, list[int]()
+
+    def interrupted(output: Tensor, *args: Any, **named: Any) -> Work:
+        filled.append(output.data_ptr())
+        work = start(output, *args, **named)
+        if len(filled) == 1:
+            raise KeyboardInterrupt
+        return work
+
+    engine.gathering.comm.all_gather = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        loss(model)
+    for one in (model, twin):
+        loss(one).backward()
+    assert filled[1] == filled[0]
+    assert_gradients(engine, twin)
+    assert engine.ledger.now["gathered"] == 0
+    engine.close()
+
+
 @pytest.mark.parametrize("stage", range(4))
 @on_ranks(2)
 def test_closing_waits_for_a_reduction_in_flight(comm: Communicator, stage: int) -> None:

@@ -45,16 +45,6 @@ def test_views_of_a_refilled_storage_see_its_new_values() -> None:
     assert view.tolist() == [3] * 8
 
 
-def test_memory_is_kept_that_an_interrupted_gather_has_filled() -> None:
-    """The gather may still write to it."""
-    pool = Pool()
-    tensor, other = fill(pool), fill(pool)
-    address = tensor.data_ptr()
-    pool.empty(other.untyped_storage())
-    pool.fill(tensor.untyped_storage(), BYTES)
-    assert tensor.data_ptr() == address
-
-
 @needs_swap
 def test_views_see_no_memory_before_it_is_shown() -> None:
     pool = Pool()
