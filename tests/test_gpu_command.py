@@ -118,11 +118,13 @@ def test_a_process_that_cannot_be_killed_is_left_behind(
     monkeypatch.setattr(part_module, "GRACE", 0.1)
     monkeypatch.setattr(part_module.os, "kill", lambda *_: None)
     monkeypatch.setattr(part_module.os, "killpg", lambda *_: None)
-    hung = done(Part("part", ("sh", "-c", "echo $$; exec sleep 600"), 0.2, tests=False), log)
+    others = part_module._children()
+    hung = done(Part("part", ("sleep", "600"), 0.1, tests=False), log)
     assert hung.state == "timed out"
     monkeypatch.undo()
-    os.kill(int(hung.tail), signal.SIGKILL)
-    os.waitpid(int(hung.tail), 0)
+    (pid,) = part_module._children() - others
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
 
 
 def test_a_part_counts_tests_and_collects_skip_reasons(tmp_path: Path, log: Path) -> None:

@@ -55,14 +55,18 @@ class Gone(dist.HashStore):
 
 
 @pytest.mark.parametrize(
-    ("kind", "why"), [(Gone, "connection reset"), (Stopped, "the store has given no answer")]
+    ("kind", "why", "timeout"),
+    [
+        (Gone, "connection reset", CALL_TIMEOUT),
+        (Stopped, "the store has given no answer", 0.05),
+    ],
 )
-def test_a_group_whose_store_does_not_answer_is_a_communication_error(kind, why):
+def test_a_group_whose_store_does_not_answer_is_a_communication_error(kind, why, timeout):
     """As when rank 0, which serves it, has ended or is stopped."""
     there = kind()
     group = Mock(group_name="some", **{"rank.return_value": 1, "size.return_value": 2})
     with pytest.raises(CommunicationError, match=f"rank 1 of 2 waited .* 'some'; .*: {why}"):
-        _await_group(group, there, 0.05)
+        _await_group(group, there, timeout)
     if kind is Stopped:
         there.goes_on.set()
 
