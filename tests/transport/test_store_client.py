@@ -162,6 +162,8 @@ def test_making_a_communicator_over_a_silent_store_times_out(stopped: Stopped):
 def test_meeting_through_a_silent_store_times_out_on_rank_0_too(stopped: Stopped):
     with pytest.raises(CommunicationError, match="rank 0 did not meet the others: the store has"):
         generation(stopped, 0, SHORT)
+    stopped.goes_on.set()
+    assert generation(stopped, 1, CALL_TIMEOUT) == 1  # which rank 0 has opened since
 
 
 def test_joining_a_library_that_waits_for_a_late_rank_times_out():
