@@ -155,7 +155,8 @@ def _check(model: nn.Module) -> None:
                 f"{what} is a torch.jit.ScriptModule, which takes no hooks; shard what it was made "
                 "of"
             )
-        if isinstance(module, DistributedDataParallel):  # ringdp's, too
+        reduces = isinstance(module, DistributedDataParallel)  # ringdp's, too
+        if reduces and any(p.requires_grad for p in module.parameters()):
             raise UsageError(
                 f"{what} is a DistributedDataParallel, which reduces gradients, too; shard a model "
                 "that is not wrapped in it"

@@ -126,6 +126,8 @@ def test_a_model_wrapped_in_ddp_is_refused(comm: Communicator) -> None:
             ringdp.shard(model, stage=0, comm=comm)
         with pytest.raises(UsageError, match="module 0 is a DistributedDataParallel"):
             ringdp.shard(nn.Sequential(model), stage=3, comm=comm)
+        frozen = model.requires_grad_(False)  # as a teacher, which reduces nothing
+        ringdp.shard(nn.Sequential(frozen, net()), stage=3, comm=comm).close()
 
 
 @on_ranks(2)
