@@ -33,3 +33,9 @@ def write_json(path: Path | None, found: object) -> None:
         return
     text = json.dumps(found, indent=1, ensure_ascii=False, default=asdict)
     write(path, f"{text}\n")
+
+
+def keep_json(path: Path | None, so_far: object) -> None:
+    """`write_json` what is not complete yet, but not to a pipe or a device, where it would stay."""
+    if path is not None and (path.is_file() or not path.exists()):
+        write_json(path, so_far)

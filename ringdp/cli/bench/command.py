@@ -17,7 +17,7 @@ from ringdp.cli.bench.rows import Report
 from ringdp.cli.bench.run import Step, measure
 from ringdp.cli.bench.table import show
 from ringdp.cli.console import say, say_written
-from ringdp.cli.files import write_json
+from ringdp.cli.files import keep_json, write_json
 from ringdp.cli.launch import signals_raised
 
 BAR = 14  # characters
@@ -27,7 +27,8 @@ def bench(options: Options, console: Console) -> int:
     """Return the exit code: 0 if every result is right, 1 if not."""
     check(options)
     with signals_raised():
-        report = watch(options, console, partial(write_json, options.json))
+        report = watch(options, console, partial(keep_json, options.json))
+    write_json(options.json, report)
     show(console, report, options)
     say_written(console, options.json)
     return 1 if any(row.wrong for row in report.rows) else 0

@@ -43,7 +43,7 @@ from ringdp.cli.bench.machine import describe, free_memory, last_cache
 from ringdp.cli.bench.options import Options, check_sizes, only
 from ringdp.cli.checks import check_writable
 from ringdp.cli.console import say, say_written, show_table, table
-from ringdp.cli.files import write_json
+from ringdp.cli.files import keep_json, write_json
 
 COPY = "copy_"
 ROUND_SECONDS = 0.01
@@ -99,7 +99,8 @@ def check(options: Options) -> None:
 
 def bench(options: Options, console: Console) -> int:
     check(options)
-    report = measure(options, partial(say, console), partial(write_json, options.json))
+    report = measure(options, partial(say, console), partial(keep_json, options.json))
+    write_json(options.json, report)
     show(report, console)
     say_written(console, options.json)
     return 1 if report.failures else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,18 @@ def test_a_size_that_does_not_fit_loses_only_its_own_rows(
     assert [(f["size"], f["error"]) for f in report["failures"]] == [
         (4096, "OutOfMemoryError: CUDA out of memory")
     ]
+
+
+def test_a_pipe_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its reader would take the first report as all."""
+    monkeypatch.setattr(bench, "CASES", {"fold": Case(1, lambda *_: {OURS: lambda: None})})
+    os.mkfifo(pipe := tmp_path / "pipe")
+    reader = os.open(pipe, os.O_RDWR)  # also for writing, so that a second write does not hang
+    sizes = ["--min", "1K", "--max", "4K", "--rounds", "1"]
+    assert main(["bench", "kernels", *sizes, "--json", str(pipe)]) == 0
+    report = json.loads(os.read(reader, 1 << 16))
+    os.close(reader)
+    assert {row["size"] for row in report["rows"]} == {1024, 4096}
 
 
 def test_implementations_take_turns() -> None:
