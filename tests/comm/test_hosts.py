@@ -80,6 +80,7 @@ def test_torchrun_on_two_hosts(hosts: list[str], tmp_path: Path):
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2"]
         torchrun += ["--nproc-per-node=1", f"--node-rank={node}"]
         torchrun += [f"--master-addr={ADDRESSES[0]}", f"--master-port={PORT}"]
+        torchrun += [f"--log-dir={tmp_path}"]  # torchrun does not remove its own
         with outputs[node].open("w", encoding="utf-8") as output:
             nodes.append(
                 subprocess.Popen(
