@@ -108,10 +108,11 @@ class Peers {
   // Or: the next run may only spin or, if ranks share cores, yield for kBrief. It never sleeps.
   void slice_brief() {
     constexpr auto never = Clock::time_point::max();
-    slice(never, crowded_ ? Clock::now() + kBrief : never, false);
+    slice(never, crowded() ? Clock::now() + kBrief : never, false);
     brief_ = true;
   }
-  bool crowded() const { return crowded_; }
+  // Whether spinning may keep the core from the rank that is waited for.
+  bool crowded() const { return segment_.ranks() > segment_.cores(); }
 
   // Throws SliceOver once the slice has ended, although the peers keep up. Called between the steps of a
   // long collective, where it can be resumed.
@@ -123,8 +124,8 @@ class Peers {
   bool spare_core() const {
     cpu_set_t allowed;
     if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return true;
-    const long cores = CPU_COUNT(&allowed);
-    return cores > 1 && (cores < cores_ || cores_ >= 2 * segment_.ranks());
+    const int cores = CPU_COUNT(&allowed), all = segment_.cores();
+    return cores > 1 && (cores < all || all >= 2 * segment_.ranks());
   }
 
   // Wakes the ranks that sleep until this rank has done what it just did.
@@ -196,7 +197,7 @@ class Peers {
 
   template <class Ready>
   void spin(int peer, Ready ready, Other other) {
-    const int spins = !crowded_ && (!background_ || other == Other::near) ? kSpins : 0;
+    const int spins = !crowded() && (!background_ || other == Other::near) ? kSpins : 0;
     for (int i = 0; i < spins; ++i) {
       if (ready()) {
         if (record_.peer.load(std::memory_order_relaxed) >= 0)  // from a wait in an earlier slice
@@ -206,7 +207,7 @@ class Peers {
       pause();
     }
     if (brief_) {
-      if (crowded_ && yield(ready, patience_)) return;
+      if (crowded() && yield(ready, patience_)) return;
       throw SliceOver{};
     }
     record_.peer.store(peer, std::memory_order_relaxed);
@@ -260,9 +261,6 @@ class Peers {
   RankRecord& record_;
   int rank_;
   const std::atomic<bool>& stop_;
-  const long cores_ = sysconf(_SC_NPROCESSORS_ONLN);
-  // More ranks than cores: spinning would keep the core from the rank that is waited for.
-  const bool crowded_ = segment_.ranks() > cores_;
   std::atomic<std::uint64_t> sent_{0};
   Clock::time_point end_ = Clock::time_point::max(), patience_ = end_;
   bool background_ = false, brief_ = false;

@@ -11,6 +11,7 @@
 #pragma once
 
 #include <poll.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -102,17 +103,20 @@ class Segment {
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
 
-  // Opens a pidfd for each process, once every rank has attached. It shows the end of a process even
-  // while that is a zombie, and is not fooled by a reused pid. Some systems have none.
+  // Once every rank has attached, counts their cores and opens a pidfd for each process. That shows the end
+  // of a process even while it is a zombie, and is not fooled by a reused pid. Some systems have none.
   void connect() {
+    cpu_set_t all{}, own;
     for (int r = 0; r < ranks_; ++r) {
       auto pid = record(r).pid.load(std::memory_order_acquire);
+      if (sched_getaffinity(pid, sizeof own, &own) == 0) CPU_OR(&all, &all, &own);
       const int fd = int(syscall(SYS_pidfd_open, pid, 0));
       if (fd < 0 && (errno == EMFILE || errno == ENFILE || errno == ENOMEM))
         throw std::runtime_error(std::string("no handle on rank ") + std::to_string(r) + "'s process: " +
                                  std::strerror(errno));
       pidfds_.push_back(fd);
     }
+    if (const int cores = CPU_COUNT(&all)) cores_ = cores;
   }
 
   // Closes the pidfds; `gone` must not be called any more.
@@ -152,6 +156,8 @@ class Segment {
     return tiles(rank) + (std::size_t(kTiles) * ranks_ + tile % kTiles) * part_;
   }
   int ranks() const { return ranks_; }
+  // Cores that the ranks may use, all together. Until `connect`, those of the machine.
+  int cores() const { return cores_; }
   int depth() const { return depth_; }
   std::size_t slab() const { return slab_; }
   std::size_t part() const { return part_; }
@@ -173,6 +179,7 @@ class Segment {
   Mapped mapped_;
   std::byte* base_;
   std::vector<int> pidfds_;
+  int cores_ = int(sysconf(_SC_NPROCESSORS_ONLN));
 };
 
 }  // namespace ringdp

@@ -3,7 +3,7 @@
 // rows. In a broadcast only the tail orders the reuse of a slot, since nothing is sent back.
 // `direct` and a number of ranks: the collectives that need no program.
 // `messages` and a number of ranks.
-// `bells`: sleeping ranks are woken, and a lack of file descriptors is an error.
+// `bells`: sleeping ranks are woken, a lack of file descriptors is an error, and shared cores are noticed.
 // `tapes`: a tape is read while it is written.
 #include <sys/resource.h>
 
@@ -188,6 +188,19 @@ void descriptors() {
   check(why.find("rank 1") != why.npos, "no descriptor for rank 1");
 }
 
+// Two ranks share a core if they may use only one, however many the machine has.
+void cores() {
+  cpu_set_t all, one{};
+  sched_getaffinity(0, sizeof all, &all);
+  for (int core = 0; CPU_COUNT(&one) == 0; ++core)
+    if (CPU_ISSET(core, &all)) CPU_SET(core, &one);
+  sched_setaffinity(0, sizeof one, &one);
+  const bool crowded = connected(2)[0]->peers().crowded();
+  sched_setaffinity(0, sizeof all, &all);
+  check(crowded, "two ranks share a core");
+  check(connected(2)[0]->peers().crowded() == (CPU_COUNT(&all) == 1), "only then");
+}
+
 // Two threads alternate. Each would sleep for an hour if a wake-up were lost.
 void bells() {
   Bell bells[2]{};
@@ -231,7 +244,7 @@ void tapes() {
 }
 
 int main(int count, char** arguments) {
-  if (arguments[1] == std::string_view("bells")) return bells(), descriptors(), 0;
+  if (arguments[1] == std::string_view("bells")) return bells(), descriptors(), cores(), 0;
   if (arguments[1] == std::string_view("tapes")) return tapes(), 0;
   if (arguments[1] == std::string_view("direct")) return direct(std::atoi(arguments[2])), given_up(), 0;
   if (arguments[1] == std::string_view("messages")) return messages(std::atoi(arguments[2])), queued(), 0;
