@@ -1,4 +1,4 @@
-"""csrc's float16, for compilers without one: values and rounding are numpy's, bit for bit."""
+"""csrc's float16: values and rounding are numpy's, bit for bit."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ import pytest
 
 from tests.builds import Build, Builds
 
-BUILDS = {
-    "float16": Build(
-        "transport/float16.cpp", ("-O2", "-shared", "-fPIC", "-DRINGDP_OWN_FLOAT16"), ()
-    )
-}
+BUILDS = {"float16": Build("transport/float16.cpp", ("-O2", "-shared", "-fPIC"), ())}
 HALVES = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
 
 
