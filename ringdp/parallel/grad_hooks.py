@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from ringdp.errors import UsageError
@@ -30,7 +31,8 @@ class UnitGradHooks:
 
     def __init__(self, unit: FlatUnit, comes: Call, made: Call, handles: list[Any]) -> None:
         self.unit, self._comes, self._made, self._handles = unit, comes, made, handles
-        self._ours: dict[int, Any] = {}  # parameter -> handle of our post-accumulate hook
+        # parameter -> our post-accumulate hook: its handle, and what it calls
+        self._ours: dict[int, tuple[Any, Callable[[Tensor], None]]] = {}
         self.pending: set[int] = set()  # parameters whose gradients this backward has yet to make
         self.register()
 
@@ -45,10 +47,13 @@ class UnitGradHooks:
             before = master.register_hook(lambda _, at=at: comes(index, at))  # type: ignore[no-untyped-call]
             if p is not master:
                 p._backward_hooks = master._backward_hooks  # one dict: hooks added to either run
-            self._ours[at] = p.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                lambda _, at=at: made(index, at)
-            )
-            self._handles += [before, self._ours[at]]
+
+            def after(_: Tensor, at: int = at) -> None:
+                made(index, at)
+
+            handle = p.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
+            self._ours[at] = handle, after
+            self._handles += [before, handle]
             if p is not master:
                 refuse = partial(_refuse, unit.plan.entries[at].name)
                 handle = master.register_post_accumulate_grad_hook(refuse)  # type: ignore[no-untyped-call]
@@ -58,9 +63,10 @@ class UnitGradHooks:
         """The unit's backward starts: all its gradients are pending, and our hooks go last."""
         self._backward = torch._C._current_graph_task_id()  # increases with every backward
         self.pending = {at for at, p in enumerate(self.unit.parameters) if p.requires_grad}
-        for at, handle in self._ours.items():
+        for at, (handle, after) in self._ours.items():
             hooks: Any = self.unit.computed[at]._post_accumulate_grad_hooks
-            hooks[handle.id] = hooks.pop(handle.id)  # torch does not see move_to_end
+            hooks.pop(handle.id, None)  # None: it was gone, by Ctrl-C between these two lines
+            hooks[handle.id] = after  # torch does not see move_to_end
 
     def may_come(self) -> bool:
         """Whether a pending gradient may still be made by the unit's backward.

@@ -4,6 +4,7 @@ process."""
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -201,6 +202,37 @@ def test_the_memory_of_an_interrupted_gather_is_kept_and_counted_once(comm: Comm
     assert filled[1] == filled[0]
     assert_gradients(engine, twin)
     assert engine.ledger.now["gathered"] == 0
+    engine.close()
+
+
+class InterruptedOnce(OrderedDict[int, Any]):
+    """Hooks of a parameter: Ctrl-C comes before the next one is set, if `armed`."""
+
+    armed = False
+
+    def __setitem__(self, key: int, hook: Any) -> None:
+        if self.armed:
+            self.armed = False
+            raise KeyboardInterrupt
+        super().__setitem__(key, hook)
+
+
+@pytest.mark.parametrize("precision", [None, ringdp.Precision(torch.float64)])
+@on_ranks(2)
+def test_ctrl_c_while_hooks_are_put_in_order_loses_none(
+    comm: Communicator, precision: ringdp.Precision | None
+) -> None:
+    model, twin = net(), net()
+    engine = ringdp.shard(model, stage=2, precision=precision, comm=comm)
+    p = engine.units[1].computed[0]
+    hooks = InterruptedOnce(p._post_accumulate_grad_hooks)
+    hooks.armed = True
+    p._post_accumulate_grad_hooks = hooks
+    with pytest.raises(KeyboardInterrupt):
+        loss(model).backward()
+    for one in (model, twin):
+        loss(one).backward()
+    assert_gradients(engine, twin)
     engine.close()
 
 
