@@ -86,14 +86,19 @@ def _is_ours(name: str) -> bool:
 
 def commit(path: Path, index: Index) -> None:
     """Make `index` that of `path`, atomically; after an error `path` holds what it held."""
-    aside = path / "index.json.new"
+    sync_directory(path / index.directory)
+    replace(path / "index.json", json.dumps(asdict(index)))
+
+
+def replace(path: Path, text: str) -> None:
+    """Write `text` to a file that always has either its old text or the new, also on disk."""
+    aside = path.with_name(f"{path.name}.new")
     try:
         with aside.open("w", encoding="utf-8") as file:
-            json.dump(asdict(index), file)
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        sync_directory(path / index.directory)
-        os.replace(aside, path / "index.json")  # last: an error would remove what it names
+        os.replace(aside, path)  # last: an error would remove what an index names
     except BaseException:
         aside.unlink(missing_ok=True)
         raise

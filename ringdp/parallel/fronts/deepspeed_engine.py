@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ringdp.errors import CheckpointError, ModelError
+from ringdp.parallel.checkpoint.index import replace, sync_directory
 from ringdp.parallel.checkpoint.load import load
 from ringdp.parallel.checkpoint.save import save
 from ringdp.parallel.checkpoint.together import together
@@ -190,9 +191,8 @@ class DeepSpeedEngine:
         save(Path(save_dir) / tag, self.engine, self.optimizer, extra=extra)
         with together(self.engine.comm, f"{tag} is written, but not named as the latest"):
             if save_latest and self.global_rank == 0:
-                aside = Path(save_dir) / "latest.new"
-                aside.write_text(tag, encoding="utf-8")
-                aside.replace(Path(save_dir) / "latest")
+                replace(Path(save_dir) / "latest", tag)
+                sync_directory(Path(save_dir))
         return True
 
     def load_checkpoint(

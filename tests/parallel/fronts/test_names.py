@@ -3,6 +3,7 @@ what to use."""
 
 from __future__ import annotations
 
+import os
 from copy import copy
 from functools import partial
 from pathlib import Path
@@ -87,6 +88,22 @@ def test_deepspeeds_engine_methods_and_checkpoints_work(comm: Communicator, tmp_
         assert other.scaler.current == 32
         other.engine.close()
     assert (tmp_path / "latest").read_text(encoding="utf-8") == "named"
+    engine.engine.close()
+
+
+@on_ranks(1)
+def test_the_latest_tag_is_on_disk_before_it_counts(comm: Communicator, tmp_path: Path) -> None:
+    """A power cut right after the rename would leave a file without its text."""
+    engine, synced = make_engine(comm), set[int]()
+
+    def fsync(fd: int, really: Any = os.fsync) -> None:
+        really(fd)
+        synced.add(os.fstat(fd).st_ino)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        engine.save_checkpoint(tmp_path)
+    assert {(tmp_path / "latest").stat().st_ino, tmp_path.stat().st_ino} <= synced
     engine.engine.close()
 
 
