@@ -76,6 +76,8 @@ class Backwards:
     def _prepare(self, index: int) -> None:
         unit = self.units[index]
         if self.reducing.comm.closed:
+            if not (unit.freed or any(p.requires_grad for p in unit.parameters)):
+                return  # it has all that its backward needs
             raise CommunicationError("the engine was closed, or aborted, before a backward ended")
         if self._has_reached(index):
             if unit.state is not State.UNSHARDED:

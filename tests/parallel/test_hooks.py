@@ -275,3 +275,19 @@ def test_closing_after_an_abort_does_not_wait(comm: Communicator, stage: int) ->
         comm.barrier()  # rank 1 has started it
         other.abort()
         engine.close()
+
+
+@pytest.mark.parametrize("precision", [None, ringdp.Precision(torch.float64)])
+@pytest.mark.parametrize("stage", range(3))
+@on_ranks(2)
+def test_a_frozen_model_may_be_closed_before_the_backward_through_it(
+    comm: Communicator, stage: int, precision: ringdp.Precision | None
+) -> None:
+    model, twin = net().requires_grad_(False), net()
+    engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
+    x, y = batch().requires_grad_(), batch().requires_grad_()
+    value = model(x).square().mean()
+    engine.close()
+    value.backward()
+    twin(y).square().mean().backward()
+    torch.testing.assert_close(x.grad, y.grad)
