@@ -13,15 +13,6 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def check_not_in_backward(what: str) -> None:
-    """Raise UsageError, which begins with `what`, while a backward runs."""
-    if in_backward():
-        raise UsageError(
-            f"{what} within backward, where gradients are not reduced yet and weights are "
-            "gathered; do it after backward"
-        )
-
-
 def leaves_some_out() -> bool:
     """Whether the running backward, seen from its current node, does not reach all nodes below: it
     is one of `autograd.grad`, or has `inputs=`."""

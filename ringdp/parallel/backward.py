@@ -42,6 +42,7 @@ class Backwards:
     def __init__(self, gathering: Gathering, reducing: Reducing, handles: list[Any]) -> None:
         self.units, self.gathering, self.reducing = gathering.units, gathering, reducing
         self.sync = True  # False in no_sync
+        self._through = -1  # torch's number of the last backward, which may run callbacks yet
         self._now: _Backward | None = None
         self._around = set[int]()  # units that enclose others, and are reduced after these
         me = weakref.proxy(self)  # torch holds it where the garbage collector cannot see it
@@ -169,6 +170,15 @@ class Backwards:
         self._end(learn=True)
         for unit in units.values():
             self.reducing.hand_out(unit)
+        self._through = torch._C._current_graph_task_id()
+
+    def check_over(self, what: str) -> None:
+        """Raise UsageError, which begins with `what`, within a backward before its end here."""
+        if in_backward() and torch._C._current_graph_task_id() != self._through:
+            raise UsageError(
+                f"{what} within backward, where gradients are not reduced yet and weights are "
+                "gathered; do it after backward"
+            )
 
     def settle(self) -> None:
         """Clean up after a backward that raised: wait for what it started, clear gradients."""

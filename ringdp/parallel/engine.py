@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from ringdp.errors import UsageError
 from ringdp.parallel.accounting.accounts import Accounts
 from ringdp.parallel.accounting.memory import Ledger
-from ringdp.parallel.autograd_state import check_not_in_backward, in_backward, transformed
+from ringdp.parallel.autograd_state import in_backward, transformed
 from ringdp.parallel.backward import Backwards
 from ringdp.parallel.gathering import Gathering
 from ringdp.parallel.guards import copies, sliced, state_dict, steps
@@ -199,7 +199,7 @@ class Engine(Accounts, Traced):
     def check_reduced(self, what: str) -> None:
         """Raise UsageError, which begins with `what`, within backward, or if gradients of no_sync
         are not reduced."""
-        check_not_in_backward(what)
+        self.backwards.check_over(what)
         self.reducing.unreduced.check_none_waits(self.units, what)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -236,7 +236,7 @@ class Engine(Accounts, Traced):
             self._writes |= write
             yield
             return
-        check_not_in_backward("full_parameters() is entered")
+        self.backwards.check_over("full_parameters() is entered")
         self.backwards.settle()
         self.gathering.summon_all()
         self._writes = write

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import ringdp
 from ringdp import Communicator, Offload, Work
 from tests.parallel.loop_models import Fail
-from tests.parallel.small import assert_gradients, batch, loss, net
+from tests.parallel.small import assert_equal, assert_gradients, batch, loss, net
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
@@ -275,6 +275,31 @@ def test_closing_after_an_abort_does_not_wait(comm: Communicator, stage: int) ->
         comm.barrier()  # rank 1 has started it
         other.abort()
         engine.close()
+
+
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_a_callback_that_autograd_runs_after_the_reductions_may_clip_and_step(
+    comm: Communicator, stage: int
+) -> None:
+    model, twin = net(), net()
+    engine = ringdp.shard(model, stage=stage, comm=comm)
+    for one, clip in ((model, ringdp.clip_grad_norm_), (twin, nn.utils.clip_grad_norm_)):
+        given: Any = engine if one is model else one.parameters()
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+
+        def finish(clip: Any = clip, given: Any = given, optimizer: Any = optimizer) -> None:
+            clip(given, 0.01)
+            optimizer.step()
+
+        def when_through(_: Tensor, finish: Callable[[], None] = finish) -> None:
+            torch.autograd.Variable._execution_engine.queue_callback(finish)
+
+        x = batch().requires_grad_()
+        x.register_hook(when_through)  # x gets its gradient last
+        one(x).square().mean().backward()
+    assert_equal(engine, twin)
+    engine.close()
 
 
 @pytest.mark.parametrize("precision", [None, ringdp.Precision(torch.float64)])

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from ringdp.errors import CheckpointError, UsageError
-from ringdp.parallel.autograd_state import check_not_in_backward
 from ringdp.parallel.engine import Engine
 from ringdp.parallel.stages import Keep
 from ringdp.parallel.unit import State
@@ -37,7 +36,7 @@ def pieces(engine: Engine) -> list[Piece]:
         raise UsageError(
             "within full_parameters() no checkpoint is saved or loaded; leave it first"
         )
-    check_not_in_backward("a checkpoint is saved or loaded")
+    engine.backwards.check_over("a checkpoint is saved or loaded")
     engine.gathering.reshard_all()
     engine.gathering.let_write()
     found = []
