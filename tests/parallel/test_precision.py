@@ -3,6 +3,8 @@ offload."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -97,6 +99,27 @@ def test_modules_inside_a_float32_module_stay_in_float32(comm: Communicator, sta
         m.register_forward_hook(lambda m, i, o: seen.append(o.dtype))
     model(batch(0)).square().mean().backward()
     assert seen == [FLOAT, FLOAT, FLOAT, BF16]
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_a_batch_norm_whose_buffers_have_another_dtype_is_refused(
+    comm: Communicator, stage: int
+) -> None:
+    model, x = nn.Sequential(nn.Linear(9, 9), nn.BatchNorm1d(9)), batch(0)
+    engine = ringdp.shard(model, stage=stage, precision=Precision(BF16, output=FLOAT), comm=comm)
+    for mode in (True, False):
+        model.train(mode)
+        with pytest.raises(ringdp.UsageError, match=r"batch norm 1 computes in torch\.bfloat16"):
+            model(x)
+    with engine.full_parameters():
+        model(x)
+    norm: Any = model[1]
+    norm.running_mean, norm.running_var = norm.running_mean.bfloat16(), norm.running_var.bfloat16()
+    for mode in (True, False):
+        model.train(mode)
+        model(x).sum().backward()
     engine.close()
 
 

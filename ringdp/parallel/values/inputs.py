@@ -8,6 +8,7 @@ without changes are passed on as they are. Dataclasses and other objects are not
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from operator import is_
 from typing import Any
 
@@ -63,6 +64,22 @@ def cast_at(
                 after(module, precision.param)
     if precision.output is not None:
         after(model, precision.output)
+    for name, module in model.named_modules() if precision.param is not None else ():
+        if isinstance(module, _BATCH_NORMS) and module not in within:
+            add_hook(module.register_forward_pre_hook, partial(_check_batch_norm, name))
+
+
+_BATCH_NORMS = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
+
+
+def _check_batch_norm(name: str, norm: Any, _: object) -> None:
+    """Raise UsageError where torch would say no more than two dtypes."""
+    weight, mean = norm.weight, norm.running_mean
+    if weight is not None and mean is not None and weight.dtype != mean.dtype:
+        raise UsageError(
+            f"batch norm {name} computes in {weight.dtype}, and its buffers are {mean.dtype}: name "
+            "it in Precision(keep_fp32=...), or cast its running mean and variance"
+        )
 
 
 def cast(values: Any, dtype: torch.dtype) -> Any:
