@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from ringdp.errors import CheckpointError, ModelError
+from ringdp.errors import CheckpointError, ModelError, UsageError
 from ringdp.parallel.checkpoint.index import replace, sync_directory
 from ringdp.parallel.checkpoint.load import load
 from ringdp.parallel.checkpoint.save import save
@@ -94,9 +94,15 @@ class DeepSpeedEngine:
         if not last:
             return
         stepped = {p for group in self.optimizer.param_groups for p in group["params"]}
-        for p in self.module.parameters():
+        halves = self.fp16_enabled() or self.bfloat16_enabled()
+        for name, p in self.module.named_parameters():
             if p not in stepped:
                 p.grad = None  # it counts neither as an overflow nor in the norm
+            elif halves and p.requires_grad and p.dtype.itemsize == 2:
+                raise UsageError(
+                    f"parameter {name} was frozen at initialize, which has kept it in {p.dtype}; "
+                    "to step it in float32, as the others, unfreeze it before, and freeze it after"
+                )
         scaler, scale = self.scaler, self.scaler.current
         if scaler.unscale_() and (most := self.gradient_clipping()) > 0:
             self._norm = clip_grad_norm_(self.engine, most)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from argparse import Namespace
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -172,19 +173,25 @@ def test_a_model_in_16_bits_is_stepped_in_32(comm: Communicator, section: str) -
 @pytest.mark.parametrize("stage", range(4))
 @on_ranks(2)
 def test_frozen_parameters_keep_16_bits(comm: Communicator, stage: int) -> None:
-    """As in DeepSpeed: nothing steps them, and the outputs are the same."""
+    """As in DeepSpeed: nothing steps them, and the outputs are the same. Unfrozen later they would
+    be stepped in 16 bits."""
     outputs = []
     for widened in (False, True):
         model = net().to(torch.bfloat16)
         frozen = model[0].requires_grad_(False)
         if widened:
             model.float()
-        config = NAMED | {"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}
-        engine, *_ = fronts.initialize(model=model, config=config, comm=comm)
+        config = SIZED | {"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}
+        adam = partial(torch.optim.Adam, lr=LR)
+        engine, *_ = fronts.initialize(model=model, optimizer=adam, config=config, comm=comm)
         train(engine, 0, 1)
         dtypes = {torch.float32 if widened else torch.bfloat16}
         assert {p.dtype for p in frozen.parameters()} == dtypes
         outputs.append([engine(batch(2))])
+        frozen.requires_grad_(True)
+        message = r"parameter 0\.0\.weight was frozen at initialize"
+        with nullcontext() if widened else pytest.raises(ringdp.UsageError, match=message):
+            train(engine, 3)
         engine.engine.close()
     assert equal(*outputs)
 
