@@ -82,7 +82,8 @@ class Gathering:
         """
         self.leave([index])
         unit = self.units[index]
-        if not (free and unit.freed and unit.state is State.UNSHARDED):
+        amid = index in self.in_use  # in another call of it, as where a module calls itself
+        if amid or not (free and unit.freed and unit.state is State.UNSHARDED):
             return
         lost = unit.lost()
         if not lost and index in self._wanted(self._under_way(), or_freed=index):

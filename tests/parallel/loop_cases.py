@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tests.parallel.loop_models import (
     WIDTH,
     CalledAround,
+    CallsItself,
     Chain,
     Checkpointed,
     CheckpointedWhole,
@@ -142,6 +143,10 @@ def shared_twice() -> nn.Module:
     return Chain(b, block(), b)
 
 
+def calling_themselves() -> nn.Module:
+    return Chain(CallsItself(*block()), CallsItself(*block()))
+
+
 CASES = {
     "chain": Case(),
     "unused": Case(Skips),
@@ -158,6 +163,8 @@ CASES = {
     "tied, micro-batches": Case(Tied, micro_batches),
     "called twice": Case(shared_twice),
     "called twice, micro-batches": Case(shared_twice, micro_batches),
+    "calls itself": Case(calling_themselves),
+    "calls itself, two forwards": Case(calling_themselves, two_forwards),
     "shared by units": Case(SharedInside),
     "structured outputs": Case(Structured),
     "objects": Case(Objects),

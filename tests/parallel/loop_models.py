@@ -88,6 +88,15 @@ class CheckpointedWhole(nn.Module):
         return checkpoint(self.inner, x.requires_grad_(), use_reentrant=self.reentrant)
 
 
+class CallsItself(nn.Sequential):
+    """Of the layers of a block."""
+
+    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+        first, between, last = self
+        y = between(first(x))
+        return last(self(y, depth - 1) if depth else y)
+
+
 class Skips(Chain):
     """Block 1 is used in every other forward only; `never` is never used."""
 
