@@ -129,11 +129,10 @@ class Backwards:
     def gradient_made(self, index: int, at: int) -> None:
         """Move it into the bucket; after the last one, reduce the unit."""
         unit, hooks = self.units[index], self._grad_hooks[index]
-        if unit.computed[at].requires_grad:
+        hooks.pending.discard(at)
+        if unit.computed[at].requires_grad:  # else frozen since the forward: there is no gradient
             hooks.call_user_hooks(at)
             self.reducing.take(unit, at)
-        else:  # frozen since the forward: torch calls the hook without a gradient
-            hooks.pending.discard(at)
         self.gathering.prefetch_deferred(wait=False)
         if not (hooks.pending or index in self._around):
             self.reduce(index)
@@ -146,8 +145,7 @@ class Backwards:
         the enclosed ones, whose numbers are higher. Experts that differ by rank must lie in one
         unit: ranks that use different units raise CollectiveMismatch.
         """
-        for unit in sorted(self.reducing.opened(), key=lambda unit: -unit.index):
-            other = unit.index
+        for other in self.reducing.opened():
             nested = self.gathering.are_nested(index, other)
             if not (nested or self._grad_hooks[other].may_come()):
                 self.reduce(other)

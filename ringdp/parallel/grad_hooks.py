@@ -94,7 +94,6 @@ class UnitGradHooks:
 
     def call_user_hooks(self, at: int) -> None:
         """A gradient was made: call the user's post-accumulate hooks, if they are on a master."""
-        self.pending.discard(at)
         p, master = self.unit.computed[at], self.unit.parameters[at]
         hooks: Any = master._post_accumulate_grad_hooks
         if p is not master and hooks:

@@ -89,9 +89,9 @@ class Reducing:
     def is_open(self, unit: FlatUnit) -> bool:
         return unit.index in self._open
 
-    def opened(self) -> list[FlatUnit]:
-        """The units that are open."""
-        return [self._turns[index].unit for index in self._open]
+    def opened(self) -> list[int]:
+        """The units that are open, the last one first."""
+        return sorted(self._open, reverse=True)
 
     def close(self, unit: FlatUnit) -> None:
         """All gradients of the unit have come: reduce them, unless they are kept."""
