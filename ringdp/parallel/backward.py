@@ -71,6 +71,7 @@ class Backwards:
         """The unit's forward runs again during backward (activation checkpointing)."""
         self._reduce_through(index)
         self._now = self._now or self._begin()
+        self.gathering.leave([index])  # the backward of a later call, which is over
         self.use(index)
 
     @unguarded
@@ -81,7 +82,7 @@ class Backwards:
                 return  # it has all that its backward needs
             raise CommunicationError("the engine was closed, or aborted, before a backward ended")
         if self._has_reached(index):
-            if unit.state is not State.UNSHARDED:
+            if unit.freed and index not in self.gathering.in_use:  # freed since, or recomputed
                 self.use(index)
             return
         if unit.freed and torch.is_grad_enabled():

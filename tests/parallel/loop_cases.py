@@ -143,6 +143,11 @@ def shared_twice() -> nn.Module:
     return Chain(b, block(), b)
 
 
+def frozen_norm_twice() -> nn.Module:
+    b = nn.Sequential(freeze(nn.LayerNorm(WIDTH)), linear())
+    return Checkpointed(b, b, reentrant=False)
+
+
 def calling_themselves() -> nn.Module:
     return Chain(CallsItself(*block()), CallsItself(*block()))
 
@@ -165,6 +170,7 @@ CASES = {
     "called twice, micro-batches": Case(shared_twice, micro_batches),
     "calls itself": Case(calling_themselves),
     "calls itself, two forwards": Case(calling_themselves, two_forwards),
+    "checkpoint called twice": Case(frozen_norm_twice, unit=(nn.LayerNorm, nn.Linear)),
     "shared by units": Case(SharedInside),
     "structured outputs": Case(Structured),
     "objects": Case(Objects),
