@@ -71,7 +71,6 @@ class Backwards:
         """The unit's forward runs again during backward (activation checkpointing)."""
         self._reduce_through(index)
         self._now = self._now or self._begin()
-        self.gathering.leave([index])  # the backward of a later call, which is over
         self.use(index)
 
     @unguarded

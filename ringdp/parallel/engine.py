@@ -144,6 +144,7 @@ class Engine(Accounts, Traced):
                     self.gathering.begin(foreseen=index == 0 or not alone)
                 self.gathering.callers[index].update(self.gathering.in_use)
                 self.backwards.use(index)
+            self.gathering.forwards.append(index)
 
     def _after_forward(self, indices: list[int], starts: Sequence[Tensor]) -> None:
         """`starts`: at whose gradients the backward of these units will start."""

@@ -41,7 +41,8 @@ class Gathering:
         self.limit = one_unit(self._sizes, groups) if prefetch_bytes is None else prefetch_bytes
         self.callers: list[set[int]] = [set() for _ in units]  # whose forwards call each unit
         self.in_use: list[int] = []  # units in forward or backward, innermost last
-        self._amid: list[int] = []  # units in a forward that runs this backward
+        self.forwards: list[int] = []  # of these, units in a forward or a recomputation
+        self._amid = 0  # how many forwards run this backward
         self.again = False  # whether another backward will need this one's weights
         self._order, self._seen = forecast(groups), list[int]()
         self._position: int | None = -1  # in `_order`; None: not predicted
@@ -55,6 +56,7 @@ class Gathering:
         self.reshard([self.units[index] for index in self._ahead])
         self._ahead.clear()
         self.in_use.clear()
+        self.forwards.clear()
         self._seen.clear()
         self._position, self.over = -1 if foreseen else None, False
 
@@ -82,7 +84,7 @@ class Gathering:
         """
         self.leave([index])
         unit = self.units[index]
-        amid = index in self.in_use  # in another call of it, as where a module calls itself
+        amid = index in self.forwards  # another call of it, as where a module calls itself
         if amid or not (free and unit.freed and unit.state is State.UNSHARDED):
             return
         lost = unit.lost()
@@ -95,9 +97,9 @@ class Gathering:
         self.prefetch()
 
     def leave(self, indices: Sequence[int]) -> None:
-        """Their forward or backward does not run any more."""
+        """Their forward or backward does not run any more, or one of several."""
         for index in indices:
-            for running in (self.in_use, self._amid):
+            for running in (self.in_use, self.forwards):
                 if index in running:
                     running.remove(index)
 
@@ -106,20 +108,23 @@ class Gathering:
         return a == b or a in self.callers[b] or b in self.callers[a]
 
     def free_before(self, index: int) -> None:
-        """A unit's backward or recomputation starts: free those whose backward is over. See Note
-        [nodes run in reverse]."""
-        for other in list(self.in_use):
-            if not (other in self._amid or self.are_nested(index, other)):
+        """A unit's backward or recomputation starts: free those whose backward is over, but for the
+        unit itself. See Note [nodes run in reverse]."""
+        for other in [unit for unit in self.in_use if unit not in self.forwards]:
+            if other == index:
+                self.leave([index])
+            elif not self.are_nested(index, other):
                 self.done_with(other, free=True)
 
     def begin_backward(self, *, amid: bool, again: bool) -> None:
         """A backward begins: `amid` forwards, which go on after it, or with another to come `again`
         that needs the weights in its graph."""
-        self._amid, self.again = [*self.in_use] if amid else [], again
+        self._amid, self.again = len(self.forwards) if amid else 0, again
 
     def end_backward(self, *, learn: bool) -> None:
         """The backward is over: free what it used, and everything if no forward goes on."""
-        self.in_use, self._amid = self._amid, []
+        del self.forwards[self._amid :]
+        self.in_use = [*self.forwards]
         for unit in self.units if self.in_use else ():
             if unit.freed and unit.state is State.UNSHARDED and unit.index not in self.in_use:
                 unit.reshard()
@@ -180,6 +185,7 @@ class Gathering:
             self._order = tuple(self._seen)
         self.over, self.again = True, False
         self.in_use.clear()
+        self.forwards.clear()
         self._ahead.clear()
         self._deferred = False
         self.reshard_all()

@@ -143,6 +143,18 @@ def shared_twice() -> nn.Module:
     return Chain(b, block(), b)
 
 
+class GuidedByInput(nn.Module):
+    """Computes a gradient during its forward, which goes to what made its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        (by_input,) = torch.autograd.grad(self.inner(x).square().sum(), x)
+        return self.inner(x - by_input)
+
+
 def frozen_norm_twice() -> nn.Module:
     b = nn.Sequential(freeze(nn.LayerNorm(WIDTH)), linear())
     return Checkpointed(b, b, reentrant=False)
@@ -183,6 +195,9 @@ CASES = {
     "gradients amid a forward": Case(Guided),
     "gradients amid a forward, micro-batches": Case(Guided, micro_batches),
     "gradients amid a forward, of a checkpoint": Case(GuidedByFrozen),
+    "gradients amid a forward, in a checkpoint": Case(
+        lambda: Checkpointed(*(GuidedByInput() for _ in range(3)), reentrant=False)
+    ),
     "buffers": Case(buffered),
     "channels last": Case(
         lambda: nn.Sequential(
