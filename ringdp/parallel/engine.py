@@ -80,7 +80,7 @@ class Engine(Accounts, Traced):
         self._unmanaged = Unmanaged(model, units)
 
         self._writes = True  # whether full_parameters keeps what is written
-        self._emptied: sliced.Emptied = []  # during an optimizer's step
+        self._emptied: steps.Emptied = []  # during an optimizer's step
         self.always_gathers_state = False  # optimizers' state_dict, also outside full_parameters
         self.closed = False
         me = weakref.proxy(self)  # torch holds it where the garbage collector cannot see it
@@ -189,7 +189,7 @@ class Engine(Accounts, Traced):
         self.backwards.settle()
         self.gathering.end(learn=False)
         self.gathering.let_write()
-        sliced.restore(self._emptied)  # left by a step that raised
+        steps.restore(self.units, self._emptied)  # left by a step that raised
         self._emptied = steps.release(self.units)
 
     def take(self, optimizer: torch.optim.Optimizer) -> None:

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ringdp.errors import UsageError
@@ -100,31 +99,6 @@ def full_tensor(parameter: nn.Parameter) -> Tensor:
     out = own.new_empty(unit.plan.entries[at].elements)
     owner.comm.all_gather_v(out, own, [end - begin for begin, end in parts], tag=unit.index)
     return out.view(unit.cut.shapes[at])
-
-
-Emptied = list[tuple[nn.Parameter, Tensor]]  # parameters without elements here, their gradients
-
-
-def release(parameters: Iterable[nn.Parameter]) -> Emptied:
-    """Before an optimizer's step: make gradients plain tensors, and take away those without
-    elements, for which the optimizer would keep state. Returns these."""
-    emptied: Emptied = []
-    for p in parameters:
-        if isinstance(p.grad, Slice):
-            p.grad.__class__ = Tensor  # type: ignore[assignment]
-        if p.grad is not None and not p.numel():
-            emptied.append((p, p.grad.new_empty(0)))  # which holds no memory
-            p.grad = None
-    return emptied
-
-
-def restore(emptied: Emptied) -> None:
-    """After the step: every rank has gradients of the same parameters again, for their norms."""
-    while emptied:
-        p, gradient = emptied.pop()
-        increment_version(p)  # as on ranks where it is not empty
-        if p.grad is None:
-            p.grad = gradient
 
 
 def _mark(tensor: Tensor, owner: weakref.ref[SliceOwner], into: type[Slice] = Slice) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -85,16 +86,32 @@ def check_slices(optimizer: Optimizer, where: str, otherwise: str) -> None:
         )
 
 
-def release(units: Sequence[FlatUnit]) -> sliced.Emptied:
-    """Before an optimizer's step: make them ordinary parameters. See `sliced.release`."""
+Emptied = list[tuple[nn.Parameter, Tensor]]  # parameters without elements here, their gradients
+
+
+def release(units: Sequence[FlatUnit]) -> Emptied:
+    """Before an optimizer's step: make parameters and gradients ordinary tensors, and take away
+    gradients without elements, for which the optimizer would keep state. Returns these."""
+    emptied: Emptied = []
     for unit in units:
         resting.become(unit.parameters, nn.Parameter)
-    return sliced.release(p for u in units if u.slices for p in u.parameters)
+        for p in unit.parameters if unit.slices else ():
+            if isinstance(p.grad, sliced.Slice):
+                p.grad.__class__ = Tensor  # type: ignore[assignment]
+            if p.grad is not None and not p.numel():
+                emptied.append((p, p.grad.new_empty(0)))  # which holds no memory
+                p.grad = None
+    return emptied
 
 
-def restore(units: Sequence[FlatUnit], emptied: sliced.Emptied) -> None:
-    """After any optimizer's step. `emptied`: what `release` returned."""
-    sliced.restore(emptied)
+def restore(units: Sequence[FlatUnit], emptied: Emptied) -> None:
+    """After any optimizer's step. `emptied`: what `release` returned. Every rank has gradients of
+    the same parameters again, for their norms."""
+    while emptied:
+        p, gradient = emptied.pop()
+        increment_version(p)  # as on ranks where it is not empty
+        if p.grad is None:
+            p.grad = gradient
     for unit in units:
         if unit.state is State.SHARDED and unit.slices:
             resting.become(unit.parameters, resting.ShardedParam)
