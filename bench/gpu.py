@@ -20,6 +20,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import metadata
 from importlib.util import find_spec
 from itertools import product
@@ -201,7 +202,8 @@ def write(gpu: str, outcomes: Sequence[Outcome], copy: Path | None) -> None:
     if copy is not None:
         copy.mkdir(parents=True, exist_ok=True)
         for file in (result_file(gpu), LOG):
-            shutil.copy(file, copy)
+            with suppress(shutil.SameFileError):  # the folder of the results itself
+                shutil.copy(file, copy)
 
 
 def versions() -> dict[str, str]:

@@ -176,7 +176,7 @@ def test_the_report_is_written_after_every_part(
     assert (report["gpu"], report["versions"]["torch"]) == ("NVIDIA H200", version("torch"))
     assert [p["state"] for p in report["parts"]] == ["passed", "failed"]
     assert report["parts"][1]["tail"] == "so far\n"  # the part's assertions held
-    assert main([part("")]) == 0
+    assert main([part("")], copy=tmp_path) == 0  # where the results are
     assert main([part("")], seconds=0) == 1
     assert json.loads(file.read_bytes())["parts"][0]["state"] == "not begun"
     assert "failed in" in capsys.readouterr().out
