@@ -118,6 +118,13 @@ def test_a_compiler_may_be_anything(monkeypatch, tmp_path, script, found, well):
     assert check.well == well
 
 
+def test_a_compiler_may_be_called_through_another_program(monkeypatch):
+    monkeypatch.setenv("CXX", "env g++")  # as "ccache g++"
+    assert report.compiler().found.startswith("g++ ")
+    monkeypatch.setenv("CXX", "env no-such-compiler")
+    assert not report.compiler().well
+
+
 def test_gpus_without_a_working_cuda_are_reported(monkeypatch):
     def fails(device):
         raise RuntimeError("CUDA unknown error\nmore")

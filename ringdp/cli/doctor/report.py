@@ -55,13 +55,13 @@ def core() -> Check:
 
 
 def compiler() -> Check:
-    name = next(iter(os.environ.get("CXX", "").split()), "g++")  # it may have arguments
+    command = os.environ.get("CXX", "").split() or ["g++"]  # may be "ccache g++", or have options
     advice = "only to build from source: install g++, or set CXX"
-    return _tool("C++ compiler", name, advice)
+    return _tool("C++ compiler", advice, *command)
 
 
 def make() -> Check:
-    return _tool("make", "make", "only for the Makefile: install make, or run its commands")
+    return _tool("make", "only for the Makefile: install make, or run its commands", "make")
 
 
 def memfd() -> Check:
@@ -205,13 +205,14 @@ def show(checks: Sequence[Check], console: Console, *, as_json: bool) -> int:
     return int(not runs)
 
 
-def _tool(what: str, name: str, advice: str) -> Check:
+def _tool(what: str, advice: str, name: str, *options: str) -> Check:
     where = shutil.which(name)
     if where is None:
         return Check(what, f"no {name}", advice)
-    said, failure = _tried(where, "--version")
+    command = (where, *options, "--version")
+    said, failure = _tried(*command)
     if failure:
-        return Check(what, f"`{where} --version` {failure}", advice)
+        return Check(what, f"`{' '.join(command)}` {failure}", advice)
     return Check(what, said.strip().partition("\n")[0] or where)
 
 
