@@ -9,6 +9,7 @@ has a pipe to this process, for events, and for its result or its failure.
 """
 
 import os
+import shutil
 import signal
 import tempfile
 import threading
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from multiprocessing import forkserver, get_context, parent_process, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
+from multiprocessing.util import get_temp_dir
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -178,6 +180,7 @@ def _end_with_launcher() -> None:
     launcher = parent_process()
     assert launcher is not None
     launcher.join()
+    shutil.rmtree(get_temp_dir(), ignore_errors=True)  # the launcher's
     os._exit(1)
 
 

@@ -42,22 +42,23 @@ SCRIPT = Path(__file__).with_name("misbehaving.py")
 @pytest.fixture(scope="module")
 def misbehaving(
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """misbehaving(entry): a process whose ranks run that entry of misbehaving.py, once.
 
     All are started at the beginning, since starting takes long and uses one core each. TMPDIR is
-    too long for names of sockets, which must work all the same.
+    too long for names of sockets, which must work all the same, or the test session's folder.
     """
-    long = tmp_path_factory.mktemp("x" * 110)
+    long, short = tmp_path_factory.mktemp("x" * 110), tmp_path_factory.getbasetemp()
     with processes() as start:
         started = [
-            (entry, start("env", f"TMPDIR={long}", sys.executable, str(SCRIPT), entry))
-            for entry in ("talks", "sleeps", "sleeps", "sleeps")
+            (entry, place, start("env", f"TMPDIR={place}", sys.executable, str(SCRIPT), entry))
+            for entry, place in [("talks", long), *[("sleeps", long)] * 2, ("sleeps", short)]
         ]
 
-        def take(wanted: str) -> subprocess.Popen[str]:
-            place = next(i for i, (entry, _) in enumerate(started) if entry == wanted)
-            return started.pop(place)[1]
+        def take(wanted: str, where: Path = long) -> subprocess.Popen[str]:
+            asked = wanted, where
+            number = next(i for i, (*found, _) in enumerate(started) if (*found,) == asked)
+            return started.pop(number)[2]
 
         yield take
 
@@ -163,12 +164,15 @@ def test_an_interrupt_ends_every_rank(misbehaving, to_group: bool) -> None:
     assert_gone(process, pids)
 
 
-def test_ranks_end_with_a_launcher_that_is_killed(misbehaving) -> None:
-    process = misbehaving("sleeps")
+def test_ranks_end_with_a_launcher_that_is_killed(misbehaving, tmp_path_factory) -> None:
+    place = tmp_path_factory.getbasetemp()
+    process = misbehaving("sleeps", place)
     await_ranks(process)
+    assert [*place.glob("pymp-*")]
     process.kill()
     process.wait(SECONDS)
     assert_gone(process, [])
+    assert not [*place.glob("pymp-*")]
 
 
 def test_an_interrupt_during_the_start_ends_every_rank(
