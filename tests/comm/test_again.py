@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -196,8 +197,9 @@ def train_with_checkpoints(path: str) -> tuple[int, list[float]]:
     return first, weights.tolist()
 
 
-def test_after_torchruns_restart_training_continues_from_the_checkpoint(tmp_path):
+def test_after_torchruns_restart_training_continues_from_the_checkpoint(tmp_path, monkeypatch):
     """Uses torchrun's own launcher, with ranks forked here."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # it leaves files of errors there
     config = LaunchConfig(
         *(1, 1, 2),  # 1 to 1 nodes of 2 ranks each
         run_id="again",
