@@ -157,14 +157,12 @@ class Issuer:
     def _spec(
         self,
         name: str,
-        tensor: Tensor,
         algorithm: str | Builder,
         async_op: bool,
         tag: int,
         root: int = 0,
     ) -> CallSpec:
-        """Check the arguments. `tensor` is any of the call's tensors, for its dtype."""
-        check_tensor(name, tensor)
+        """Check the arguments other than tensors."""
         check_algorithm(name, algorithm)
         check_async(name, async_op)
         tag = check_int(name, "tag", tag, TAGS - 1, "tags")

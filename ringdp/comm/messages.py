@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ringdp.comm.arguments import index_of, real_dtype
+from ringdp.comm.arguments import check_tensor, index_of, real_dtype
 from ringdp.comm.buffers import flat, flat_output
 from ringdp.comm.call import ANY_RANK, fingerprint
 from ringdp.comm.guard import Guard
@@ -103,7 +103,8 @@ class Messages(Issuer):
 
         async_op is also True in a group.
         """
-        spec = self._spec(name, tensor, "", async_op, tag)
+        check_tensor(name, tensor)
+        spec = self._spec(name, "", async_op, tag)
         dtype = real_dtype(tensor)
         mine = fingerprint(name, dtype, "sum", ANY_RANK if peer is None else peer, tag=spec.tag)
         call = (self._posted, mine, tensor.numel(), call_site())

@@ -36,7 +36,8 @@ class Moves(Issuer):
         tag: int = 0,
     ) -> Work:
         """Copy rank `root`'s `tensor` to every rank's `tensor`, in place."""
-        spec = self._spec("broadcast", tensor, algorithm, async_op, tag, root)
+        check_tensor("broadcast", tensor)
+        spec = self._spec("broadcast", algorithm, async_op, tag, root)
         by = self._way(spec, "all_gather")
         is_root = self.rank == root
         if is_root and not changes(by):
@@ -61,7 +62,7 @@ class Moves(Issuer):
 
         output: size x input.numel() elements. No copy is made if `input` is this rank's part of it.
         """
-        spec = self._spec("all_gather", input, algorithm, async_op, tag)
+        spec = self._spec("all_gather", algorithm, async_op, tag)
         return self._gather(spec, Arg("output", output), input)
 
     def all_gather_v(
@@ -78,7 +79,7 @@ class Moves(Issuer):
 
         All ranks pass the same sizes.
         """
-        spec = self._spec("all_gather_v", input, algorithm, async_op, tag)
+        spec = self._spec("all_gather_v", algorithm, async_op, tag)
         return self._gather(spec, Arg("output", output), input, sizes)
 
     @repeated
@@ -96,7 +97,7 @@ class Moves(Issuer):
 
         output: size x input.numel() elements on the root; ignored elsewhere, and may be None.
         """
-        spec = self._spec("gather", input, algorithm, async_op, tag, root)
+        spec = self._spec("gather", algorithm, async_op, tag, root)
         return self._gather(spec, self._at_root(spec, "output", output), input, root=root)
 
     def gather_v(
@@ -111,7 +112,7 @@ class Moves(Issuer):
         tag: int = 0,
     ) -> Work:
         """gather with sizes[r] elements from rank r. All ranks pass the same sizes."""
-        spec = self._spec("gather_v", input, algorithm, async_op, tag, root)
+        spec = self._spec("gather_v", algorithm, async_op, tag, root)
         return self._gather(spec, self._at_root(spec, "output", output), input, sizes, root)
 
     def _gather(
@@ -156,7 +157,7 @@ class Moves(Issuer):
 
         input: size x output.numel() elements on the root; ignored elsewhere, and may be None.
         """
-        spec = self._spec("scatter", output, algorithm, async_op, tag, root)
+        spec = self._spec("scatter", algorithm, async_op, tag, root)
         return self._scatter(spec, output, input)
 
     def scatter_v(
@@ -171,7 +172,7 @@ class Moves(Issuer):
         tag: int = 0,
     ) -> Work:
         """scatter with sizes[r] elements to rank r. All ranks pass the same sizes."""
-        spec = self._spec("scatter_v", output, algorithm, async_op, tag, root)
+        spec = self._spec("scatter_v", algorithm, async_op, tag, root)
         return self._scatter(spec, output, input, sizes)
 
     def _scatter(
@@ -216,7 +217,8 @@ class Moves(Issuer):
 
         input, output: the same number of elements, a multiple of size. They may be one tensor.
         """
-        spec = self._spec("all_to_all", input, algorithm, async_op, tag)
+        spec = self._spec("all_to_all", algorithm, async_op, tag)
+        check_tensor("all_to_all", input, "input")
         check_tensor("all_to_all", output, "output")
         count = input.numel()
         if output.numel() != count or type_of(output) != type_of(input) or count % self.size:
@@ -250,7 +252,7 @@ class Moves(Issuer):
         Raises CollectiveMismatch if two ranks disagree on how much one sends the other.
         """
         me = self.rank
-        spec = self._spec("all_to_all_v", input, "direct", async_op, tag)
+        spec = self._spec("all_to_all_v", "direct", async_op, tag)
         sent = self._cuts(spec, Arg("input", input), input_sizes)
         received = self._cuts(spec, Arg("output", output), output_sizes)
         if type_of(output) != type_of(input) or received[me] != sent[me]:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ringdp.comm.arguments import check_float
+from ringdp.comm.arguments import check_float, check_tensor
 from ringdp.comm.buffers import Flat, flat, flat_output, same, without_overlap, writable
 from ringdp.comm.job import Arg, CallSpec, Issuer, Job, changes, op_of_rows
 from ringdp.comm.work import Work
@@ -57,7 +57,8 @@ class Reductions(Issuer):
         `ringdp.comm.reductions` has a table of ops and dtypes. `ringdp.comm.job` documents the
         other arguments and what collectives raise.
         """
-        spec = self._spec("all_reduce", tensor, algorithm, async_op, tag)
+        check_tensor("all_reduce", tensor)
+        spec = self._spec("all_reduce", algorithm, async_op, tag)
         factor = factor_of("all_reduce", op, scale, tensor)
         by = self._way(spec, "all_reduce")
         out = flat_output(tensor, "all_reduce: tensor", read=True)
@@ -79,7 +80,8 @@ class Reductions(Issuer):
         tag: int = 0,
     ) -> Work:
         """Reduce `tensor` to rank `root`, in place. The tensors of other ranks do not change."""
-        spec = self._spec("reduce", tensor, algorithm, async_op, tag, root)
+        check_tensor("reduce", tensor)
+        spec = self._spec("reduce", algorithm, async_op, tag, root)
         factor = factor_of("reduce", op, scale, tensor)
         by = self._way(spec, "reduce_scatter")
         part, finish = None, None
@@ -113,7 +115,7 @@ class Reductions(Issuer):
         input: size x output.numel() elements; rank r receives the r-th part. If `output` is this
         rank's part of `input`, no copy is made and the rest of `input` is overwritten.
         """
-        spec = self._spec("reduce_scatter", input, algorithm, async_op, tag)
+        spec = self._spec("reduce_scatter", algorithm, async_op, tag)
         return self._reduce_scatter(output, input, None, op, scale, spec)
 
     def reduce_scatter_v(
@@ -132,7 +134,7 @@ class Reductions(Issuer):
 
         All ranks pass the same sizes.
         """
-        spec = self._spec("reduce_scatter_v", input, algorithm, async_op, tag)
+        spec = self._spec("reduce_scatter_v", algorithm, async_op, tag)
         return self._reduce_scatter(output, input, sizes, op, scale, spec)
 
     def _reduce_scatter(
@@ -144,8 +146,8 @@ class Reductions(Issuer):
         scale: float | None,
         spec: CallSpec,
     ) -> Work:
-        factor = factor_of(spec.name, op, scale, input)
         shards = self._shards(spec, Arg("output", output), Arg("input", input), sizes)
+        factor = factor_of(spec.name, op, scale, input)
         by = self._way(spec, "reduce_scatter")
         whole, part = flat(input), self._part(shards)
         in_place = same(whole.data[part], output)
@@ -192,7 +194,7 @@ class Reductions(Issuer):
         With async_op, return at once a Work that completes then.
         """
         self._transport.await_device()
-        spec = self._spec("barrier", self._zero, "direct", async_op, 0)
+        spec = self._spec("barrier", "direct", async_op, 0)
         by = self._way(spec, "all_reduce")
         return self._issue(Job(by, self._bounds(by, 1), self._zero), spec)
 

@@ -35,7 +35,7 @@ def test_wrong_arguments_are_refused_with_what_is_allowed(comm: Any) -> None:
         (lambda: comm.all_reduce(three.to("meta")), "meta", "CPU"),
         (lambda: comm.all_reduce(three, tag="a"), "tag is 'a'", "0.."),
         (lambda: comm.all_reduce([1.0]), "tensor is a list", "torch.Tensor"),
-        (lambda: comm.all_gather(six, None), "tensor is a NoneType", "torch.Tensor"),
+        (lambda: comm.all_gather(six, None), "input is a NoneType", "torch.Tensor"),
         (lambda: comm.broadcast(three, 0.0), "root is 0.0", "0..1"),
         (lambda: comm.broadcast(three, 2), "root is 2", "0..1"),
         (lambda: comm.broadcast(three, -1), "root is -1", "0..1"),
