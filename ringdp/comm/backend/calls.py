@@ -153,6 +153,8 @@ def sizes(tensors: Sequence[Tensor]) -> list[int]:
 
 def adjacent(tensors: Sequence[Tensor]) -> Tensor | None:
     """Return a flat view of all the tensors if they are adjacent in memory, else None."""
+    if not tensors:
+        raise UsageError("a list of tensors is empty; allowed: one tensor for each rank")
     first, at = tensors[0], tensors[0].storage_offset()
     storage = first.untyped_storage().data_ptr()
     for tensor in tensors:

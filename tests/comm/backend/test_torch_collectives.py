@@ -143,6 +143,13 @@ def refuse_wrong_calls(comm: Communicator, report: Report) -> None:
                     dist.gather(part, wrong)
                 with pytest.raises(UsageError, match=r"scatter: input_tensors .*: 2, .* of 2, as"):
                     dist.scatter(part, wrong)
+        for call in (
+            lambda: dist.all_gather([], part),
+            lambda: dist.reduce_scatter(part, []),
+            lambda: dist.all_to_all([], []),
+        ):
+            with pytest.raises(UsageError, match="list of tensors is empty; allowed: one tensor f"):
+                call()
         for op in ("band", "bor", "bxor"):
             with pytest.raises(UsageError, match=f"{op} is for integers and bool, not for .*32"):
                 dist.all_reduce(part, getattr(dist.ReduceOp, op.upper()))
