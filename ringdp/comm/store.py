@@ -172,7 +172,7 @@ def generation(store: Store, rank: int, timeout: float, look: Callable[[], objec
             while not job.ask(lambda s: s.check([f"open/{taken + 1}"]), limit):
                 if monotonic() > until:
                     raise DistError(f"rank 0 has not come in {limit:.0f} s")
-                look()
+                job.ask(lambda _: look(), limit)
                 sleep(LOOK_EVERY)
             return job.ask(lambda s: s.add(f"seats/{rank}", 1), limit)
     except DistError as e:

@@ -23,6 +23,7 @@ from ringdp.comm.store import host, job_store, meeting
 from ringdp.errors import RingdpError, UsageError
 from ringdp.tape import chrome, parts, recorder
 from ringdp.tape.meeting import Meeting
+from ringdp.transport.store.client import limited
 from ringdp.transport.store.handshake import Places
 from ringdp.transport.store.processes import has_ended, pid_of
 
@@ -61,8 +62,9 @@ class Trace:
             raise UsageError("a trace runs in this process already; stop it first")
         store, rank, ranks = job_store(TIMEOUT)
         before = PrefixStore(comm._name, store) if (comm := last()) else store
-        places, pids = Places(before, range(ranks)), cache(partial(pid_of, before))
+        places = Places(before, range(ranks))
         there, _ = meeting(PrefixStore("trace", store), rank, ranks, TIMEOUT, "trace", places)
+        there, pids = limited(there, TIMEOUT), cache(partial(pid_of, limited(before, TIMEOUT)))
         self._meeting = Meeting(there, rank, ranks, host(), has_ended, pid_of=pids)  # type: ignore[arg-type]  # torch's stubs
         complaint = unwritable("trace", self.path, trace=True) if rank == 0 else None
         own = str(self.path.absolute())

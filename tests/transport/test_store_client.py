@@ -11,13 +11,13 @@ from typing import NoReturn
 import pytest
 from torch.distributed import DistStoreError, HashStore
 
-from ringdp.comm.store import generation
+from ringdp.comm.store import generation, meeting
 from ringdp.errors import CollectiveTimeout, CommunicationError
 from ringdp.transport.base import FailureKind
 from ringdp.transport.c10d.shutdown import watch_for_end
-from ringdp.transport.store.client import PATIENCE, StoreClient, StoreSilent
+from ringdp.transport.store.client import PATIENCE, StoreClient, StoreSilent, limited
 from ringdp.transport.store.failures import Failures
-from ringdp.transport.store.handshake import Handshake
+from ringdp.transport.store.handshake import Handshake, Places
 from ringdp.transport.store.processes import pid_of
 from tests.forks import CALL_TIMEOUT
 
@@ -68,6 +68,19 @@ def test_a_request_times_out_and_requests_behind_it_fail_at_once(store_client, s
         time.sleep(0.001)
     assert not ask(lambda store: store.check(["a"]))
     assert done == ["later"]
+
+
+def test_all_methods_of_a_limited_store_time_out(stopped: Stopped):
+    store = limited(stopped, SHORT)
+    store.set("a", "b")
+    assert store.get("a") == b"b"
+    with pytest.raises(StoreSilent, match="has given no answer for"):
+        store.check(["a"])
+
+
+def test_looking_for_rank_0s_process_times_out(stopped: Stopped):
+    with pytest.raises(CommunicationError, match="has given no answer for"):
+        meeting(HashStore(), 1, 2, SHORT, places=Places(stopped, range(2)))
 
 
 def test_errors_are_passed_on_and_connecting_is_retried():

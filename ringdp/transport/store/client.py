@@ -10,9 +10,10 @@ import math
 import time
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
@@ -86,6 +87,21 @@ class StoreClient:
 
     def _silence(self) -> float:
         return max(0.0, time.monotonic() - self._since[0])
+
+
+class _Limited:
+    def __init__(self, store: Store, timeout: float) -> None:
+        self.timeout = timedelta(seconds=timeout)
+        self._client, self._limit = StoreClient(lambda: store), timeout + PATIENCE
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        return lambda *given: self._client.ask(lambda s: getattr(s, method)(*given), self._limit)
+
+
+def limited(store: Store, timeout: float) -> Store:
+    """Return the store with methods that raise StoreSilent after `timeout` seconds, and that Ctrl-C
+    interrupts."""
+    return cast(Store, _Limited(store, timeout))
 
 
 def _serve(
