@@ -1,5 +1,6 @@
 """The `ringdp` command line. `exits` says how a command ends."""
 
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -134,4 +135,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # a terminal without µ or α shows ? instead
     asked = given or ["--help"]
     code = exit_code(lambda: app(asked, prog_name="ringdp", standalone_mode=False))
+    if arguments is None:  # the process ends, and another Ctrl-C would only print tracebacks
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     return code if given else 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,16 @@ def test_a_closed_pipe_is_no_error(tmp_path: Path, monkeypatch, capsys):
         assert main(["show", "--list"]) == 0, "later output is dropped"
     assert json.loads(file.read_bytes())["model"] == "gpt2"
     assert capsys.readouterr().err == ""
+
+
+def test_an_interrupt_while_the_process_ends_is_ignored(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["ringdp", "show", "ring"])
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        assert main() == 0
+        signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_an_interrupt_is_reported(monkeypatch, capsys):
