@@ -13,6 +13,7 @@ from torch.distributed import DistStoreError, HashStore
 
 from ringdp.comm.store import generation, meeting
 from ringdp.errors import CollectiveTimeout, CommunicationError
+from ringdp.transport import threads
 from ringdp.transport.base import FailureKind
 from ringdp.transport.c10d.shutdown import watch_for_end
 from ringdp.transport.store.client import PATIENCE, StoreClient, StoreSilent, limited
@@ -72,6 +73,7 @@ def test_a_request_times_out_and_requests_behind_it_fail_at_once(store_client, s
 
 def test_all_methods_of_a_limited_store_time_out(stopped: Stopped):
     store = limited(stopped, SHORT)
+    assert store._client in threads._endings  # or the process would end a second later
     store.set("a", "b")
     assert store.get("a") == b"b"
     with pytest.raises(StoreSilent, match="has given no answer for"):

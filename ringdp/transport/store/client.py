@@ -93,6 +93,7 @@ class _Limited:
     def __init__(self, store: Store, timeout: float) -> None:
         self.timeout = timedelta(seconds=timeout)
         self._client, self._limit = StoreClient(lambda: store), timeout + PATIENCE
+        threads.at_exit(self._client)
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         return lambda *given: self._client.ask(lambda s: getattr(s, method)(*given), self._limit)
