@@ -86,12 +86,11 @@ def _add_reference(table: Table, runs: Sequence[Record], reference: Record) -> N
     table.add_row("  one process alone", *(f"{reference.loss[-1]:.6f}" for _ in runs), style="dim")
     gaps = [differences(run.loss, reference) for run in runs]
     table.add_row("largest |Δloss|", *(f"{max(gap):.2e}" for gap in gaps))
-    bounds = [_bound_at_largest(run, gap, reference) for run, gap in zip(runs, gaps, strict=True)]
+    bounds = [
+        loss_bound(gap.index(max(gap)), run.tokens_per_step, reference.loss[0])
+        for run, gap in zip(runs, gaps, strict=True)
+    ]
     table.add_row("  float32 bound there", *(f"{bound:.2e}" for bound in bounds), style="dim")
-
-
-def _bound_at_largest(run: Record, gap: Sequence[float], reference: Record) -> float:
-    return loss_bound(gap.index(max(gap)), run.tokens_per_step, reference.loss[0])
 
 
 def add_pairs(made: Table, label: str, pairs: Sequence[tuple[int, int]]) -> None:

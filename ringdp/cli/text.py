@@ -46,7 +46,8 @@ def load(path: Path | None, least: int) -> Text:
     allowed = f"allowed: a readable file or directory with at least {least} bytes of text"
     source = "the Python standard library" if path is None else f"{path}"
     try:
-        files = _standard_library() if path is None else _files(path)
+        stdlib = Path(sysconfig.get_path("stdlib"))
+        files = sorted(stdlib.glob("*.py")) if path is None else _files(path)
         data, used = _join(files, keep_binary=files == [path])
     except OSError as error:
         where = error.filename or path
@@ -66,10 +67,6 @@ def batch(
         np.int64
     )
     return rows_of_bytes
-
-
-def _standard_library() -> list[Path]:
-    return sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
 
 
 def _files(path: Path) -> list[Path]:
