@@ -130,13 +130,13 @@ class Meeting:
         while not self._store.check([key]):
             self._check_lost()
             waited = monotonic() - began
-            if waited >= self._store.timeout.total_seconds():
-                raise RuntimeError(f"rank {rank} has not come in {waited:.0f} s")
             if waited >= WARN_AFTER and not warned:
                 warned = True
                 log.warning(
                     "rank %d waits for rank %d to start the trace; every rank must", self.rank, rank
                 )
+            if waited >= self._store.timeout.total_seconds():
+                raise RuntimeError(f"rank {rank} has not come in {waited:.0f} s")
             sleep(LOOK_EVERY)
         return self._store.get(key)
 
@@ -144,7 +144,8 @@ class Meeting:
         for rank in range(self.ranks):
             key = f"here/{rank}" if rank else "opened"
             if self._ended(self._pid_of(rank)) and not self._store.check([key]):
-                raise lost(rank, self.rank, self.ranks)
+                here = f"rank {self.rank} of {self.ranks} waited to trace"
+                raise PeerLost(f"{here}; rank {rank} has ended")
 
     @property
     def shift(self) -> Shift:
@@ -227,10 +228,6 @@ class Meeting:
     def _lives(self, rank: int) -> bool:
         """Whether the rank's process runs, as far as this host can see."""
         return rank in self.away or not self._ended(self.members[rank].pid)
-
-
-def lost(other: int, rank: int, ranks: int) -> PeerLost:
-    return PeerLost(f"rank {rank} of {ranks} waited to trace; rank {other} has ended")
 
 
 def _time(said: str | bytes | float) -> int:
