@@ -25,19 +25,17 @@ def check_tensor(collective: str, given: object, name: str = "tensor") -> None:
     if given.layout is not torch.strided or given.is_nested:
         layout = "nested" if given.is_nested else given.layout
         raise UsageError(f"{collective}: {name} is {layout}; allowed: a dense one")
-    real_dtype(given)
+    if real_dtype(given) not in DTYPES:
+        names = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
+        raise UsageError(
+            f"{collective}: {name} is of {given.dtype}; allowed: {names}, complex dtypes; to move "
+            "another, pass its bytes: view(torch.uint8)"
+        )
 
 
 def real_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype that is moved, of half the width of a complex one.
-
-    Raises UsageError if collectives do not support it.
-    """
-    dtype = tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
-    if dtype not in DTYPES:
-        names = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
-        raise UsageError(f"collectives take {names}; this tensor is {dtype}")
-    return dtype
+    """Return the dtype that is moved, of half the width of a complex one."""
+    return tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
 
 
 def check_algorithm(collective: str, given: object) -> None:

@@ -81,6 +81,7 @@ def test_wrong_arguments_are_refused_with_what_is_allowed(comm: Any) -> None:
             "sum and avg",
         ),
         (lambda: comm.all_reduce(torch.zeros(3, dtype=torch.uint16)), "uint16", "bfloat16"),
+        (lambda: comm.all_gather(six, three.to(torch.uint16)), "input is of torch.uint16", "bytes"),
         (lambda: comm.all_reduce(torch.eye(3).to_sparse()), "sparse", "dense"),
         (lambda: comm.all_gather(six, three.to("meta")), "on cpu", "on meta"),
         (lambda: comm.all_gather(six.to("meta"), three, algorithm="ring"), "on cpu", "on meta"),
