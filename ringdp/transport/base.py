@@ -250,7 +250,10 @@ class Transport(Observed, Protocol):
     def check(self, buffer: Tensor) -> None:
         """Raises UsageError if this transport cannot move the tensor, or in a forked process."""
         if buffer.device.type != "cpu":
-            raise UsageError(f"this transport moves CPU tensors; this one is on {buffer.device}")
+            raise UsageError(
+                f"this communicator moves CPU tensors; this one is on {buffer.device}; allowed: "
+                "tensor.cpu(), or for GPUs a communicator of ringdp.init(transport='nccl')"
+            )
         self._check_process()
 
     def send(self, buffer: Tensor, to: int, kind: int, *, background: bool) -> int:
