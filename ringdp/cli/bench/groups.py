@@ -126,8 +126,8 @@ class Group:
         while waiting:
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
-                late = sorted(waiting.values())
-                raise RankError(f"{self.name}: ranks {late} {what}: no end in {ROUND_TIMEOUT} s")
+                late = f"ranks {sorted(waiting.values())} {what}: no end in {ROUND_TIMEOUT} s"
+                raise self._error(f"{self.name}: {late}")
             for pipe in [p for p in waiting if p in ready]:
                 found = self._receive(pipe, what)
                 assert isinstance(found, Times)
@@ -171,17 +171,18 @@ class Group:
         try:
             found = pipe.recv()
         except (EOFError, ConnectionResetError):
-            raise RankError(f"{self._said()}ringdp: a rank of {self.name} died {what}") from None
+            raise self._error(f"a rank of {self.name} died {what}") from None
         if isinstance(found, Failure):
-            raise RankError(f"{found.traceback}ringdp: a rank of {self.name} failed {what}")
+            raise self._error(f"a rank of {self.name} failed {what}", found.traceback)
         return found
 
     def _check_started(self, deadline: float) -> None:
         code = self._launcher.poll()
         if code is not None or time.monotonic() > deadline:
             how = f"said nothing for {START_TIMEOUT} s" if code is None else f"exited with {code}"
-            raise RankError(f"{self._said()}ringdp: {self.name} did not start: it {how}")
+            raise self._error(f"{self.name} did not start: it {how}")
 
-    def _said(self) -> str:
-        """The output of its processes."""
-        return Path(self._log.name).read_text(errors="replace", encoding="utf-8")
+    def _error(self, why: str, traceback: str = "") -> RankError:
+        """An error that begins with the output of its processes, which may say why."""
+        said = Path(self._log.name).read_text(errors="replace", encoding="utf-8")
+        return RankError(f"{said}{traceback}ringdp: {why}")

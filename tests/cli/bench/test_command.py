@@ -11,13 +11,14 @@ import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from importlib import metadata
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
 
 from ringdp.cli.bench import command, groups, peers, run, worker
 from ringdp.cli.bench.cases import Task
-from ringdp.cli.bench.contenders import Round, Times
+from ringdp.cli.bench.contenders import Failure, Round, Times
 from ringdp.cli.bench.groups import probe_ranks
 from ringdp.cli.bench.options import Options
 from ringdp.cli.bench.rows import Report, read
@@ -211,6 +212,18 @@ def test_a_rank_that_dies_ends_the_others(monkeypatch: pytest.MonkeyPatch, tmp_p
         with pytest.raises(RankError, match=r"shm (died|failed) in all_reduce of 256 float32"):
             alone.run(round_)
     assert_gone(ranks)
+
+
+def test_an_error_of_a_rank_comes_after_the_output_of_all(tmp_path: Path) -> None:
+    """NCCL's warnings, for example, and errors of threads, which may say why the rank failed."""
+    group = object.__new__(groups.Group)
+    group.name, group._log = "nccl", (tmp_path / "log").open("wb", buffering=0)
+    group._log.write(b"NCCL WARN why\n")
+    here, there = Pipe()
+    there.send(Failure("Traceback\n"))
+    found = "NCCL WARN why\nTraceback\nringdp: a rank of nccl failed in a round"
+    with pytest.raises(RankError, match=f"^{found}$"):
+        group._receive(here, "in a round")
 
 
 @pytest.mark.process
