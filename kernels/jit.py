@@ -132,7 +132,7 @@ def variant_of(compiled: Any, arguments: tuple[Any, ...]) -> Variant:
 
 def raw_stream(device: int) -> int:
     """The current stream's handle; `torch.cuda.current_stream` would make an object for it."""
-    return int(torch._C._cuda_getCurrentRawStream(device)) if device >= 0 else 0
+    return torch._C._cuda_getCurrentRawStream(device) if device >= 0 else 0
 
 
 def jit(

@@ -241,9 +241,11 @@ def test_tensors_without_a_fast_key_get_a_slow_one() -> None:
 
 def test_there_is_no_key_on_another_device_or_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     there, current, stream, capturing = torch.zeros(4).as_subclass(OnSecondGpu), [1], [5], [False]
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[0], raising=False)
+    monkeypatch.setattr(
+        torch._C, "_cuda_getCurrentRawStream", lambda device: stream[0], raising=False
+    )
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
-    monkeypatch.setattr(repeats, "raw_stream", lambda device: stream[0])
     assert key([there]) is not None
     capturing[0] = True
     assert key([there]) is None
