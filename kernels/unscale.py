@@ -56,6 +56,10 @@ def unscale(x: Tensor, out: Tensor, found: Tensor, *, scale: float) -> None:
 
 @torch.no_grad()
 def unscale_torch(x: Tensor, out: Tensor, found: Tensor, scale: float) -> None:
+    if x.data_ptr() == out.data_ptr() and out.dtype != torch.float64 and abs(scale) <= 1:
+        # In one pass: torch multiplies in float32, and checks x, of which no product overflows.
+        torch._amp_foreach_non_finite_check_and_unscale_([out], found, torch.tensor([scale]))
+        return
     size = CACHED * torch.get_num_threads()
     one = torch.ones(1)
     for first in range(0, out.numel(), size):

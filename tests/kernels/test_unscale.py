@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from ringdp.kernels import flatten, unscale
+from ringdp.kernels.precision import FLOATS
 from ringdp.kernels.unscale import CACHED, unscale_torch, unscale_triton
 from tests.kernels.inputs import LENGTHS, PAIRS, copy_to_gpu, random_floats, same_bits
 
@@ -72,6 +73,17 @@ def test_one_nonfinite_element_sets_the_flag_for_good(value: float) -> None:
         found.zero_()
         unscale(x, x, found, scale=1.0)
         assert found.item() == 0
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("scale", [0.1, 1.0, -2.0])
+def test_in_place_has_the_same_bits_and_flag(dtype: torch.dtype, scale: float) -> None:
+    for x in (random_floats(1001, dtype), torch.full((3,), torch.finfo(dtype).max, dtype=dtype)):
+        out, flags = torch.empty_like(x), torch.zeros(2, 1)
+        unscale(x, out, flags[0], scale=scale)
+        unscale(x, x, flags[1], scale=scale)
+        assert same_bits(x, out)
+        assert flags[0].item() == flags[1].item() == (not out.isfinite().all())
 
 
 def test_an_overflow_of_the_cast_sets_the_flag() -> None:
