@@ -9,21 +9,23 @@ clipping works as well (see `guards.sliced`), with other bits and one collective
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
 from ringdp.errors import UsageError
 from ringdp.kernels import squared_norm, unscale
 from ringdp.parallel.engine import Engine, check_engine
+from ringdp.parallel.guards.resting import unguarded
 from ringdp.parallel.stages import Keep
 from ringdp.parallel.unit import FlatUnit
 
 
-def grad_norm(engine: Engine) -> float:
-    """The L2 norm of all gradients; a missing gradient counts as zero. Collective."""
+def _norm(engine: Engine, units: Sequence[FlatUnit]) -> float:
+    """The L2 norm of these units' gradients; a missing one counts as zero. Collective."""
     whole = engine.stage.optimizer is Keep.FULL
     count = engine.comm.size if whole else 1
-    shards = [unit.gradients.reduced.view(count, -1) for unit in _settled(engine)]
+    shards = [unit.gradients.reduced.view(count, -1) for unit in units]
     sums = torch.stack([squared_norm([s[i] for s in shards]) for i in range(count)]).cpu()
     if not whole:
         every = torch.empty(engine.comm.size, dtype=torch.float64)
@@ -45,10 +47,11 @@ def clip_grad_norm_(engine: Engine, max_norm: float) -> float:
     check_engine("clip_grad_norm_", engine)
     if not max_norm > 0:
         raise UsageError(f"max_norm is {max_norm}; it must be above 0")
-    norm = grad_norm(engine)
+    units = _settled(engine)
+    norm = _norm(engine, units)
     factor = max_norm / (norm + 1e-6)
     if not factor >= 1:  # NaN too: then all gradients are
-        for unit in _settled(engine):
+        for unit in units:
             # Not all of `reduced`: NaN would stay in its padding, in every norm from then on.
             torch._foreach_mul_(unit.gradients.views(), factor)
     return norm
@@ -65,6 +68,7 @@ def unscale_gradients(engine: Engine, scale: float) -> bool:
     return not anywhere.item()
 
 
+@unguarded
 def _settled(engine: Engine) -> list[FlatUnit]:
     """The units that train, after every p.grad has been stored in its unit's gradient memory."""
     engine.check_reduced("gradients are clipped or scaled")
