@@ -173,7 +173,7 @@ NB_MODULE(_core, m) {
   nb::class_<Ready>(m, "Ready", nb::type_slots(ready_slots))
       .def(nb::init<int, int, nb::handle, nb::handle, nb::handle>(), nb::arg("rank"), nb::arg("ranks"),
            nb::arg("table"), nb::arg("tensor"), nb::arg("parameter"))
-      .def_rw("held", &Ready::held)
+      .def_rw("grouped", &Ready::grouped)
       .def_prop_rw("told", [](Ready& self) { return self.sites().told; },
                    [](Ready& self, bool told) { self.sites().told = told; })
       .def("learn", &Ready::learn)

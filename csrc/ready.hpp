@@ -55,13 +55,13 @@ class Ready {
     token_ = std::move(token);
   }
 
-  bool held = false;  // true: no call may take this shortcut
+  bool grouped = false;  // true: every call is asynchronous
   Sites& sites() { return sites_; }
 
   // Runs or starts the call of `comm` and returns its result, if it is cached and its tensors can be used as
   // buffers. Else returns null and does nothing.
   nb::object again(nb::handle comm, Method method, Arguments arguments) {
-    if (held) return {};
+    arguments.async |= grouped;
     if (method == Method::barrier) arguments.whole = token_.ptr();
     const auto op = packed(nb::handle(arguments.op));
     const auto root = number_of(arguments.root), tag = number_of(arguments.tag);

@@ -92,7 +92,7 @@ class Prepared:
     def run(self, whole: Tensor | None, part: Tensor | None, site: bytes, /) -> int: ...
 
 class Ready:
-    held: bool
+    grouped: bool
     told: bool
     def __init__(
         self, rank: int, ranks: int, table: object, tensor: type, parameter: type

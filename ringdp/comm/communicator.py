@@ -200,7 +200,7 @@ class Communicator(Reductions, Moves, Messages, Traced):
         """Add the works of later calls to `group`, or to none."""
         self._group = group
         if self._ready:
-            self._ready.held = group is not None
+            self._ready.grouped = group is not None
 
     def sent_bytes(self) -> int:
         """Return the number of payload bytes that this rank has sent over this communicator."""

@@ -207,10 +207,15 @@ def test_results_are_copied_to_the_memory_given_in_the_call(comm: Communicator) 
 def test_repeated_calls_join_a_group(comm: Communicator) -> None:
     xs = [torch.full((8,), comm.rank + 1.0) for _ in range(3)]
     comm.all_reduce(torch.ones(8))
-    with comm.group():
-        with comm.group():
-            comm.all_reduce(xs[0])
-        comm.all_reduce(xs[1])
+
+    def grouped() -> None:
+        with comm.group() as outer:
+            with comm.group() as inner:
+                comm.all_reduce(xs[0])
+            comm.all_reduce(xs[1])
+        assert [len(group.works) for group in (inner, outer)] == [1, 1]
+
+    assert issued_by_python(comm, grouped) == 0
     comm.all_reduce(xs[2])
     for x in xs:
         assert torch.equal(x, torch.full((8,), 3.0))
