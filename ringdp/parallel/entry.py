@@ -123,7 +123,7 @@ def _build(
     units: list[FlatUnit] = []
     for index in reversed(range(len(found))):  # the root last: it may own a part of every module
         spec, plan = found[index], plans[index]
-        meta.fill(model, [p for _, p in spec.parameters], init, ledger.comm.device)
+        meta.fill(spec.module, [p for _, p in spec.parameters], init, ledger.comm.device)
         for name, p in spec.parameters:
             resting.name(p, name)
             p.grad = None  # from stage 1 on it would have another shape than the parameter

@@ -35,14 +35,15 @@ def check(model: nn.Module, init: Init | None) -> None:
 
 
 def fill(
-    model: nn.Module,
+    within: nn.Module,
     tensors: Iterable[torch.Tensor],
     init: Init | None,
     device: torch.device,
 ) -> None:
-    """Allocate and fill, on `device`, every module that has one of these, parameters or buffers."""
+    """Allocate and fill, on `device`, every module in `within` that has one of these, parameters or
+    buffers."""
     wanted = {t for t in tensors if t.is_meta}
-    for module in list(model.modules()) if wanted else ():
+    for module in list(within.modules()) if wanted else ():
         if any(t in wanted for t in _own(module)):
             _fill(module, init, device)
 

@@ -3,6 +3,8 @@ writes under full_parameters."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -75,6 +77,27 @@ def test_a_meta_model_is_initialized_unit_by_unit(comm: Communicator, stage: int
         UsageError, match=r"0 \(Bare\); write one, or pass init= \(.* param_init_fn="
     ):
         ringdp.shard(nn.Sequential(Bare()), stage=stage, comm=comm)
+
+
+class CountedLayer(nn.Linear):
+    """Counts how often modules are asked for their parameters."""
+
+    asked = 0
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        CountedLayer.asked += 1
+        return super().parameters(recurse)
+
+
+@on_ranks(1)
+def test_the_work_to_fill_a_meta_model_is_linear_in_its_units(comm: Communicator) -> None:
+    asked = []
+    for layers in (5, 50):
+        CountedLayer.asked = 0
+        model = nn.Sequential(*(CountedLayer(2, 2, device="meta") for _ in range(layers)))
+        ringdp.shard(model, stage=3, comm=comm).close()
+        asked.append(CountedLayer.asked)
+    assert asked[1] <= 10 * asked[0]
 
 
 class Stop(Exception):
