@@ -25,7 +25,7 @@ import os
 import re
 import secrets
 import shutil
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,10 +84,14 @@ def _is_ours(name: str) -> bool:
     return re.fullmatch("data-[0-9a-f]{16}", name) is not None
 
 
+def as_json(index: Index) -> str:
+    return json.dumps(vars(index), default=vars)  # the default: of each Entry
+
+
 def commit(path: Path, index: Index) -> None:
     """Make `index` that of `path`, atomically; after an error `path` holds what it held."""
     sync_directory(path / index.directory)
-    replace(path / "index.json", json.dumps(asdict(index)))
+    replace(path / "index.json", as_json(index))
 
 
 def replace(path: Path, text: str) -> None:

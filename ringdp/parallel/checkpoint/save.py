@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from ringdp.parallel.checkpoint.index import (
     Entry,
     Index,
     Part,
+    as_json,
     checked,
     clean,
     commit,
@@ -190,4 +190,4 @@ def _index(directory: str, engine: Engine, ranks: list[list[Any]]) -> Index:
     for key in several:
         if index.tensors[key].single is not None:
             raise CheckpointError(f"{key} is one value on a rank, one for each element on another")
-    return checked(json.loads(json.dumps(asdict(index))))
+    return checked(json.loads(as_json(index)))
