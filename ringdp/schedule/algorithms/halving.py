@@ -13,11 +13,10 @@ from ringdp.schedule.ir import Schedule, Transfer
 
 def halving_reduce_scatter(n: int) -> Schedule:
     """Recursive halving. ceil(log2 n) rounds; a rank sends at most (n-1)/n S."""
-    rounds, groups = [], [range(n)]
-    while any(len(g) > 1 for g in groups):
-        halves = [(g[: -(-len(g) // 2)], g[-(-len(g) // 2) :]) for g in groups]
-        rounds.append(tuple(t for a, b in halves for t in (*_send_half(a, b), *_send_half(b, a))))
-        groups = [half for pair in halves for half in pair if half]
+    rounds = [
+        tuple(t for a, b in level for t in (*_send_half(a, b), *_send_half(b, a)))
+        for level in levels(n)
+    ]
     return Schedule(n, n, tuple(rounds))
 
 
@@ -52,6 +51,16 @@ def doubling_all_reduce(n: int) -> Schedule:
         distance *= 2
     rounds.append(tuple(Transfer(r, e, 0, 0, reduce=False) for e, r in extra))
     return Schedule(n, 1, tuple(r for r in rounds if r))
+
+
+def levels(n: int) -> list[list[tuple[range, range]]]:
+    """Split groups of ranks in two until each is a single rank: the pairs of halves, by level."""
+    found, groups = [], [range(n)]
+    while groups := [g for g in groups if len(g) > 1]:
+        level = [(g[: (len(g) + 1) // 2], g[(len(g) + 1) // 2 :]) for g in groups]
+        found.append(level)
+        groups = [half for halves in level for half in halves]
+    return found
 
 
 def _send_half(senders: range, receivers: range) -> list[Transfer]:

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
+from ringdp.schedule.algorithms.halving import levels
 from ringdp.schedule.ir import Schedule, Transfer
 
 
-class Split(NamedTuple):
-    """Ranks first..last-1, led by `first`, split in two; `middle` leads the second half."""
-
-    first: int
-    middle: int
-    last: int
-
-
 def binomial_broadcast(n: int) -> Schedule:
-    """Each leader sends the buffer to the leader of the second half of its ranks.
+    """The first rank of each group sends the buffer to the first rank of its second half.
 
     ceil(log2 n) rounds; rank 0 sends ceil(log2 n) S. For powers of two this is the binomial tree.
     """
     rounds = [
-        tuple(Transfer(s.first, s.middle, 0, 0, reduce=False) for s in level)
-        for level in _levels(n)
+        tuple(Transfer(a[0], b[0], 0, 0, reduce=False) for a, b in level) for level in levels(n)
     ]
     return Schedule(n, 1, tuple(rounds))
 
@@ -33,17 +23,13 @@ def binomial_reduce(n: int) -> Schedule:
 
 
 def binomial_scatter(n: int) -> Schedule:
-    """Each leader sends on the chunks of the second half of its ranks.
+    """The first rank of each group sends on the chunks of its second half.
 
     ceil(log2 n) rounds; rank 0 sends (n-1)/n S.
     """
     rounds = [
-        tuple(
-            Transfer(s.first, s.middle, chunk, chunk, reduce=False)
-            for s in level
-            for chunk in range(s.middle, s.last)
-        )
-        for level in _levels(n)
+        tuple(Transfer(a[0], b[0], chunk, chunk, reduce=False) for a, b in level for chunk in b)
+        for level in levels(n)
     ]
     return Schedule(n, n, tuple(rounds))
 
@@ -86,13 +72,3 @@ def _tree_reduce(n: int) -> Schedule:
         for h in range((n - 1).bit_length())
     ]
     return Schedule(n, 1, tuple(rounds))
-
-
-def _levels(n: int) -> list[list[Split]]:
-    """Split the ranks in two until every group is a single rank; one list of splits per level."""
-    levels, groups = [], [(0, n)]
-    while groups := [(first, last) for first, last in groups if last - first > 1]:
-        level = [Split(first, (first + last + 1) // 2, last) for first, last in groups]
-        levels.append(level)
-        groups = [half for s in level for half in ((s.first, s.middle), (s.middle, s.last))]
-    return levels
