@@ -274,6 +274,11 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
             group=(group, None),
         )
         wrapper = _wrapper("optim_state_dict_to_load", model)
+        if "param_groups" not in optim_state_dict:
+            raise UsageError(
+                "optim_state_dict_to_load: the optim_state_dict has no param_groups, as that of "
+                "ranks other than 0 with rank0_only=True; allowed: rank 0's, on every rank"
+            )
         names = _names(wrapper, optim)
         state = _renamed(optim_state_dict, {name: at for at, name in enumerate(names)})
         if load_directly:
@@ -292,7 +297,6 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
         return torch.tensor(clip_grad_norm_(self.engine, max_norm))
 
     @staticmethod
-    @contextmanager
     def summon_full_params(
         module: nn.Module,
         recurse: bool = True,
@@ -300,7 +304,7 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
         rank0_only: bool = False,
         offload_to_cpu: bool = False,
         with_grads: bool = False,
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """Inside it parameters are whole. `writeback`: keep writes, which all ranks must make."""
         wrapper = _wrapper("summon_full_params", module)
         refuse(
@@ -310,8 +314,7 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
             offload_to_cpu=(offload_to_cpu, False),
             with_grads=(with_grads, False),
         )
-        with wrapper.engine.full_parameters(write=writeback):
-            yield
+        return wrapper.engine.full_parameters(write=writeback)
 
 
 def _wrapper(caller: str, module: nn.Module) -> FullyShardedDataParallel:

@@ -253,6 +253,8 @@ def test_fsdps_optim_state_dict_has_parameter_names(comm: Communicator, wrapped:
     with front.state_dict_type(model, StateDictType.FULL_STATE_DICT, None, one):
         again = front.optim_state_dict(model, optimizer, optimizer.state_dict())
     assert list(again) == (["state", "param_groups"] if comm.rank == 0 else [])
+    with pytest.raises(UsageError, match=r"no param_groups, .*allowed: rank 0's, on every rank"):
+        front.optim_state_dict_to_load(model, optimizer, {})
     later, fresh = make()
     later.load_state_dict(model.state_dict())
     fresh.load_state_dict(front.optim_state_dict_to_load(later, fresh, copy.deepcopy(whole)))
