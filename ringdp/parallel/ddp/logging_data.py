@@ -40,7 +40,7 @@ def facts(net: Replica) -> dict[str, Any]:
         "output_device": -1 if net.output_device is None else net.output_device,
         "broadcast_buffers": int(net.forward_sync_buffers),
         "has_sync_bn": int(any(isinstance(m, SYNCED) for m in net.module.modules())),
-        "join_uneven_inputs": int((net._uneven or net._authoritative_rank) is not None),
+        "join_uneven_inputs": int(net._uneven is not None),
         "dtypes": ", ".join(sorted(dtypes)),
         "num_parameter_tensors": len(parameters),
         "total_parameter_size_bytes": sum(sizes),

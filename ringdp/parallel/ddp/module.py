@@ -87,8 +87,7 @@ class Replica(nn.Module, JoinableOverGroup):
         self.require_forward_param_sync = True  # whether the last forward reduced
         self._started = False  # whether there was a forward
         self._reducing = False  # whether a forward runs whose backward reduces
-        self._uneven: UnevenInputs | None = None
-        self._authoritative_rank: int | None = None  # whose values all took in the last join
+        self._uneven: UnevenInputs | None = None  # of the last join
         self._group = of_mesh(process_group, device_mesh)  # as given
         localize(module, device_mesh)
         self._buffer_hook: comm_hooks.BufferHook | None = None
@@ -277,7 +276,7 @@ class Replica(nn.Module, JoinableOverGroup):
                 self._shadow(uneven, status)
             self._agree(uneven)
         finally:
-            self._uneven, self._join_config = None, ALONE
+            self._join_config = ALONE
 
     def join_hook(self, *, divide_by_initial_world_size: bool = True, **_: Any) -> JoinHook:
         """For torch's Join, over a torch.distributed group. `_`: arguments of other joinables."""
@@ -302,7 +301,6 @@ class Replica(nn.Module, JoinableOverGroup):
     def _agree(self, uneven: UnevenInputs) -> None:
         """Take parameters and buffers of a rank that trained last. Collective."""
         self.reducer._land()
-        self._authoritative_rank = uneven.root
         self._broadcast(buffers=self.forward_sync_buffers, root=uneven.root)
 
     def _shadow(self, uneven: UnevenInputs, status: Status) -> None:

@@ -87,6 +87,11 @@ class DistributedDataParallel(Replica):
     def _distributed_rank(self) -> int:
         return self.comm.rank
 
+    @property
+    def _authoritative_rank(self) -> int | None:
+        """Whose parameters and buffers all took in the last join."""
+        return self._uneven.root if self._uneven else None
+
     @staticmethod
     def _get_data_parallel_params(
         module: nn.Module, named_params: bool = False
