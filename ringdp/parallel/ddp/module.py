@@ -19,7 +19,6 @@ from ringdp.errors import ModelError
 from ringdp.parallel import replicas
 from ringdp.parallel.autograd_state import in_backward
 from ringdp.parallel.ddp import arguments, comm_hooks, guards
-from ringdp.parallel.ddp.bucketing import MIB
 from ringdp.parallel.ddp.mixed_precision import MixedPrecision
 from ringdp.parallel.ddp.profiling import broadcast, span
 from ringdp.parallel.ddp.reducer import Reducer
@@ -85,7 +84,6 @@ class Replica(nn.Module, JoinableOverGroup):
         first, self.forward_sync_buffers = arguments.syncs(broadcast_buffers, forward_sync_buffers)
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True  # whether the last forward reduced
-        self._started = False  # whether there was a forward
         self._reducing = False  # whether a forward runs whose backward reduces
         self._uneven: UnevenInputs | None = None  # of the last join
         self._group = of_mesh(process_group, device_mesh)  # as given
@@ -107,7 +105,7 @@ class Replica(nn.Module, JoinableOverGroup):
             gradient_as_bucket_view=gradient_as_bucket_view,
             skip_all_reduce_unused_params=skip_all_reduce_unused_params,
         )
-        self.bucket_bytes_cap_list = [int(cap * MIB) for cap in bucket_cap_mb_list or ()]
+        self.bucket_bytes_cap_list = list(self.settings.caps) if bucket_cap_mb_list else []
         self.mixed_precision, self._runtime_log = mixed_precision, RuntimeLog()
         if init_sync:
             arguments.check_values(self._trainable)
@@ -203,7 +201,7 @@ class Replica(nn.Module, JoinableOverGroup):
         reduces = self._averages and not recomputed and not any(o._reduces for o in self._outer)
         if reduces:
             guards.check_autograd()
-            if not self._started or reducer.state is ARMED:
+            if not reducer.begun or reducer.state is ARMED:
                 guards.check_parameters(self.module, reducer)
         hook = self._buffer_hook
         buffers = self._synced_buffers if hook is None or hook.before else {}
@@ -222,7 +220,7 @@ class Replica(nn.Module, JoinableOverGroup):
         hook = self._buffer_hook
         if hook and not hook.before and (buffers := self._synced_buffers):
             self.reducer.flights += hook.run(buffers)
-        self.require_forward_param_sync, self._started = self._averages, True
+        self.require_forward_param_sync = self._averages
 
     @property
     def _averages(self) -> bool:

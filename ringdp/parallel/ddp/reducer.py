@@ -75,8 +75,8 @@ class Reducer(TracedReducer):
         self.hook: Hook | None = None
         self.layouts: list[list[list[int]]] = []  # parameters by bucket: at first, and rebuilt
         self._build()
-        # Those whose optimizers step in backward, known in a forward.
-        self._stepping: list[nn.Parameter] | None = None
+        self.begun = False  # whether there was a forward
+        self._stepping: list[nn.Parameter] = []  # those whose optimizers step in backward
         # This backward, or the last.
         self.state = RESTING
         self.flights: list[Callable[[], object]] = []  # waits for the end of backward
@@ -121,8 +121,9 @@ class Reducer(TracedReducer):
     def begin_forward(self, *, reduces: bool) -> None:
         """`reduces`: its backward will. Collective once: see `_rebuild_buckets`."""
         self._again = False
-        if self._stepping is None:
+        if not self.begun:
             self._stepping = take_off_optimizers(t.parameter for t in self.parameters)
+        self.begun = True
         if reduces:
             self.runtime_log.begin()
             self.grad_hooks.let_go()
@@ -185,8 +186,7 @@ class Reducer(TracedReducer):
         if self.state is ARMED:
             self._begin(index)
         self._left[index] -= 1
-        if self._learning:
-            self._order.pop(index, None)  # its last part counts
+        self._order.pop(index, None)  # its last part counts
         self._order[index] = None
         if self._learning:
             return  # everything is reduced at the end
@@ -287,7 +287,7 @@ class Reducer(TracedReducer):
             if self._users[index]:
                 bucket, place = self._places[index]
                 bucket.hand_out(place)
-        for p in self._stepping or ():
+        for p in self._stepping:
             for optimizer in p._in_backward_optimizers:  # type: ignore[attr-defined]
                 optimizer.step()
             p.grad = None

@@ -126,7 +126,7 @@ class DistributedDataParallel(Replica):
                 "static_graph is True already: no need to set it again", UserWarning, stacklevel=2
             )
             return
-        if self._started:
+        if self.reducer.begun:
             self._log_and_throw(
                 ModelError, "_set_static_graph() should be called before training loop starts"
             )

@@ -3,6 +3,8 @@ raises."""
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -55,6 +57,16 @@ def test_replaced_parameters_are_an_error(comm: Communicator, words: str) -> Non
         if late:
             loss(net(rows(1, comm.rank).to(dtype))).backward()
         assert words in error_text(lambda net=net, d=dtype: net(rows(2, comm.rank).to(d)))
+
+
+@on_ranks(2)
+def test_parameters_replaced_in_a_copy_are_an_error(comm: Communicator) -> None:
+    """In its first forward, though the original had one."""
+    net = DistributedDataParallel(mlp())
+    backward(net, 0, comm.rank)
+    copied = copy.deepcopy(net)
+    assigned(copied)
+    assert "0.weight is another parameter" in error_text(lambda: copied(rows(1, comm.rank)))
 
 
 @on_ranks(2)
