@@ -16,7 +16,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     ShardingStrategy,
 )
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import ringdp
@@ -77,7 +77,7 @@ def test_shard_refuses_wrong_arguments(comm, wrong, message):
         ({"backward_prefetch": BackwardPrefetch.BACKWARD_POST}, "BACKWARD_POST"),
         ({"mixed_precision": torch.bfloat16}, "mixed_precision=torch.bfloat16"),
         ({"mixed_precision": MixedPrecision(keep_low_precision_grads=True)}, "keep_low_precision"),
-        ({"auto_wrap_policy": {nn.Linear}}, "auto_wrap_policy"),
+        ({"auto_wrap_policy": CustomPolicy(bool)}, "a partial of lambda_auto_wrap_policy"),
         ({"process_group": 3}, "allowed: a ringdp.Communicator"),
         pytest.param(
             {"device_id": "cuda"},

@@ -35,7 +35,7 @@ ABSENT = (
 
 
 def _absent(name: str) -> MissingAttribute:
-    instead = "ringdp.save and ringdp.load, or state_dict(), which is whole"
+    instead = "ringdp.save and ringdp.load, or state_dict() and optim_state_dict(), which are whole"
     return MissingAttribute("FullyShardedDataParallel", name, instead)
 
 
@@ -102,7 +102,7 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
         if not (auto_wrap_policy is None or callable(auto_wrap_policy)):
             raise UsageError(
                 f"FullyShardedDataParallel: auto_wrap_policy={auto_wrap_policy!r}; allowed: a "
-                "policy of torch's, such as ModuleWrapPolicy, or None"
+                "ModuleWrapPolicy, a function such as a partial of lambda_auto_wrap_policy, or None"
             )
         stage = STAGES[name]
         offloads = cpu_offload is not None and field("cpu_offload", cpu_offload, "offload_params")
