@@ -20,7 +20,9 @@ from .jit import Launch
 
 KEPT = 1024  # calls of a function
 KEPT_BYTES = 16 << 20  # of their tensors on devices; the last call's are always kept
-_tensors = _core.Tensors(Tensor.__dlpack_c_exchange_api__, Tensor, torch.nn.Parameter)
+# The tensors' part of a key, from C++; None if Python has to look at each tensor, which takes 25 µs
+# more for 64 of them [measured].
+seen = _core.Tensors(Tensor.__dlpack_c_exchange_api__, Tensor, torch.nn.Parameter).seen
 
 Key = tuple[object, ...]
 
@@ -37,12 +39,6 @@ def key(tensors: list[Tensor], offsets: Sequence[int] | None = None) -> Key | No
         if stream and torch.cuda.is_current_stream_capturing():  # the default stream, 0, cannot be
             return None
     return seen(tensors, offsets) or _described(tensors, offsets), stream
-
-
-def seen(tensors: list[Tensor], offsets: Sequence[int] | None) -> bytes | None:
-    """Return the tensors' part of a key, from C++; None if Python has to look at each tensor, which
-    takes 25 µs more for 64 of them [measured]."""
-    return _tensors.seen(tensors, offsets)
 
 
 def _described(tensors: list[Tensor], offsets: Sequence[int] | None) -> tuple[object, ...]:
