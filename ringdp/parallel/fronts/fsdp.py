@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from ringdp.comm import Communicator
 from ringdp.errors import UsageError
+from ringdp.parallel.engine import Engine
 from ringdp.parallel.entry import shard
 from ringdp.parallel.fronts.fsdp2 import WHOLE, take_in
 from ringdp.parallel.fronts.fsdp_arguments import cast_buffers, field, moved, precision_of, units_of
@@ -63,6 +65,7 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
     """
 
     module: nn.Module
+    engine: Engine
 
     def __init__(
         self,
@@ -115,16 +118,16 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
                 "FullyShardedDataParallel: modules within are wrapped already; allowed around them:"
                 " the same sharding_strategy, cpu_offload and mixed_precision, no auto_wrap_policy"
             )
+        units = {unit.module for m in inner for unit in m.engine.units}
         take_in(inner)
-        self._units: set[nn.Module] = {m.module for m in inner}.union(*(m._units for m in inner))
         if auto_wrap_policy:
-            self._units = units_of(module, auto_wrap_policy)
+            units = units_of(module, auto_wrap_policy)
         self.module = module
         self._state_configs: tuple[Any, Any] = (None, None)  # the model's, the optimizer's
         self.engine = shard(
             module,
             stage=stage,
-            unit=self._units.__contains__ if self._units else WHOLE,
+            unit=units.__contains__ if units else WHOLE,
             precision=precision,
             offload=offload,
             init=param_init_fn,
@@ -135,8 +138,10 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
             cast_buffers(module, mixed_precision.buffer_dtype, precision)
         for m in inner:
             m.engine = self.engine
-        self.register_state_dict_post_hook(_without_prefix)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_pre_hook(_with_prefix)  # type: ignore[no-untyped-call]
+        # In a state_dict, too, names are those of the unwrapped model.
+        without, back = partial(_rename, "module.", ""), partial(_rename, "", "module.")
+        self.register_state_dict_post_hook(without)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(back)  # type: ignore[no-untyped-call]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
@@ -335,17 +340,10 @@ def _renamed(state: dict[str, Any], names: dict[Any, Any]) -> dict[str, Any]:
     return {"state": {names[p]: s for p, s in state["state"].items()}, "param_groups": groups}
 
 
-def _without_prefix(_: nn.Module, state: dict[str, Any], prefix: str, *_others: Any) -> None:
-    """Keys are those of the unwrapped model, as in torch."""
-    _replace_prefix(state, f"{prefix}module.", prefix)
-
-
-def _with_prefix(_: nn.Module, state: dict[str, Any], prefix: str, *_others: Any) -> None:
-    _replace_prefix(state, prefix, f"{prefix}module.")
-
-
-def _replace_prefix(state: dict[str, Any], old: str, new: str) -> None:
-    """All at once, since a new key may be another old one."""
-    before = [*state.items()]
+def _rename(
+    old: str, new: str, _: nn.Module, state: dict[str, Any], prefix: str, *_others: Any
+) -> None:
+    """Replace `old` by `new` after the prefix of all keys, at once: a new key may be an old one."""
+    before, old, new = [*state.items()], prefix + old, prefix + new
     state.clear()
     state.update({k.replace(old, new, 1) if k.startswith(old) else k: v for k, v in before})
