@@ -76,10 +76,12 @@ class DeepSpeedEngine:
             )
         return getattr(self.module, name)
 
-    def backward(self, loss: Tensor) -> None:
-        """Backward of loss / gradient_accumulation_steps; gradients are reduced and accumulated."""
-        scaled = self.scaler.scale(loss / self.batches.accumulation)
-        scaled.backward()  # type: ignore[no-untyped-call]
+    def backward(self, loss: Tensor) -> Tensor:
+        """Backward of loss / gradient_accumulation_steps, which it returns; gradients are reduced
+        and accumulated."""
+        loss = loss / self.batches.accumulation
+        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        return loss
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next step() steps the optimizer."""

@@ -43,7 +43,8 @@ def steps(engine: Any, *numbers: int) -> list[torch.Tensor]:
     for number in numbers:
         for part in range(3):
             assert engine.is_gradient_accumulation_boundary() == (part == 2)
-            engine.backward(engine(batch(3 * number + part)).float().square().mean())
+            loss = engine(batch(3 * number + part)).float().square().mean()
+            assert engine.backward(loss) == loss / 3
             assert engine.is_gradient_accumulation_boundary() == (part == 2)
             engine.step()
     return whole_parameters(engine.engine)
