@@ -183,7 +183,10 @@ class Engine(Accounts, Traced):
         """Before any optimizer's step. A forward may lack its backward, or have raised."""
         if not steps.has_any(optimizer, self.units):
             return  # other ranks may not step it, so the order of collectives must not depend on it
-        steps.check(optimizer, self.stage, summoned=self._summoned)
+        if self._summoned:
+            raise UsageError("an optimizer steps within full_parameters(); step it after that")
+        if self.stage.optimizer is Keep.SHARD:
+            steps.check_slices(optimizer, f"in stage {self.stage.number}", "or stage 0")
         self.check_reduced("the optimizer steps")
         self.take(optimizer)
         self.backwards.settle()

@@ -16,7 +16,6 @@ from torch.optim.optimizer import (
 from ringdp.errors import UsageError
 from ringdp.parallel.guards import resting, sliced
 from ringdp.parallel.guards.computed import ComputeParam
-from ringdp.parallel.stages import Keep, Stage
 from ringdp.parallel.unit import FlatUnit, State
 
 # Classes, torch's and others', that need a parameter, or all of them, as a whole.
@@ -67,14 +66,6 @@ def has_any(optimizer: Optimizer, units: Sequence[FlatUnit]) -> bool:
                 "place than they rest in. Make it before the forward, or after backward"
             )
     return any(id(p) in ours for p in parameters)
-
-
-def check(optimizer: Optimizer, stage: Stage, *, summoned: bool) -> None:
-    """Raise UsageError if it must not step now, or not at all."""
-    if summoned:
-        raise UsageError("an optimizer steps within full_parameters(); step it after that")
-    if stage.optimizer is Keep.SHARD:
-        check_slices(optimizer, f"in stage {stage.number}", "or stage 0")
 
 
 def check_slices(optimizer: Optimizer, where: str, otherwise: str) -> None:
