@@ -16,7 +16,7 @@ from hypothesis import settings
 from torch.distributed import Store
 
 from ringdp.transport.store.client import StoreClient
-from tests.browser import Dom, open_page
+from tests.browser import Browser, Dom
 from tests.builds import Builds
 from tests.forks import Forks
 from tests.ranks import TIMEOUT, Pool
@@ -125,7 +125,14 @@ def store_client() -> Iterator[Callable[[Store], StoreClient]]:
         yield lambda store: until_end.enter_context(StoreClient(lambda: store))
 
 
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    made = Browser(tmp_path_factory.mktemp("browser"))
+    yield made
+    made.close()
+
+
 @pytest.fixture
-def browse(tmp_path: Path) -> Callable[..., Dom]:
+def browse(browser: Browser, tmp_path: Path) -> Callable[..., Dom]:
     """browse(page, "#round=3", script="..."): the page's DOM after its scripts have run."""
-    return partial(open_page, tmp_path)
+    return partial(browser.open, tmp_path)
