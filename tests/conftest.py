@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -33,6 +34,13 @@ if len(tempfile.gettempdir()) > 60:
     os.environ["TMPDIR"] = tempfile.tempdir = "/tmp"
 # several threads wait for one another; on a busy machine that takes ten times as long
 torch.set_num_threads(1)
+gc.disable()  # until all is imported: otherwise it traverses the same modules again and again
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
+    gc.collect()
+    gc.freeze()  # modules and tests stay; without this they add 0.4 s to every full collection
 
 
 def starts_processes(item: pytest.Item) -> bool:
