@@ -93,9 +93,9 @@ HANGS = ("sh", "-c", "trap '' INT; setsid sleep 600 & echo $!; sleep 600", "{out
 def test_a_hanging_part_is_killed_with_its_children_at_its_limit(
     log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(part_module, "GRACE", 0.1)
+    monkeypatch.setattr(part_module, "GRACE", 0.6)
     unrelated = subprocess.Popen(["sleep", "600"])
-    hung = done(Part("part", HANGS, 2, tests=False), log)
+    hung = done(Part("part", HANGS, 1.5, tests=False), log)
     assert hung.state == "timed out"
     assert not Path(f"/proc/{int(hung.tail)}").exists()
     assert unrelated.poll() is None  # a process that the part did not start

@@ -125,7 +125,7 @@ def test_the_path_of_a_part_that_came_too_late_is_logged(tmp_path: Path, caplog)
 
 
 def test_the_rank_that_is_waited_for_is_logged(monkeypatch, caplog):
-    monkeypatch.setattr(meeting, "WARN_AFTER", 0.01)
+    monkeypatch.setattr(meeting, "WARN_AFTER", 0.0)
     store = PrefixStore("trace", HashStore())
     store.set_timeout(timedelta(seconds=0.02))
     with pytest.raises(CommunicationError, match="every rank must start the trace"):
