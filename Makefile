@@ -30,8 +30,9 @@ $(MODULES): FORCE
 demo: setup
 	$(BIN)/ringdp train
 
+# In two processes, as ranks often wait for one another, and half of the tests use one core.
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 sanitize: setup
 	$(BIN)/python -m pytest tests/transport/test_sanitizers.py

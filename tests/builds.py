@@ -1,11 +1,13 @@
 """C++ programs of the tests.
 
 Compiling one takes seconds. So the builds that the selected test files name in their BUILDS start
-in the background at the beginning of the session, at low priority.
+in the background at the beginning of the session, at low priority. The workers of pytest-xdist make
+each only once.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
@@ -41,6 +43,7 @@ class Builds:
     """builds[build]: the program's path; skips the test if it cannot be compiled here."""
 
     def __init__(self, at: Path) -> None:
+        at.mkdir(exist_ok=True)
         self._at, self._made = at, dict[Build, Future[Path]]()
         self._pool = ThreadPoolExecutor(os.cpu_count())
         self._compilers: list[subprocess.Popen[str]] = []
@@ -61,10 +64,17 @@ class Builds:
         self._pool.shutdown()
 
     def _make(self, build: Build, out: Path) -> Path:
+        with out.with_suffix(".lock").open("wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not out.exists():  # no other worker has made it
+                self._compile(build, out)
+        return out
+
+    def _compile(self, build: Build, out: Path) -> None:
         csrc, options = ROOT / "csrc", build.options
         if build.relaxes:
             options = (*options, "-include", "cstdlib")  # for std::getenv
-            csrc = shutil.copytree(csrc, out.with_suffix(".csrc"))
+            csrc = shutil.copytree(csrc, out.with_suffix(".csrc"), dirs_exist_ok=True)
             for header in csrc.rglob("*.hpp"):
                 text = header.read_text(encoding="utf-8")
                 header.write_text(RELEASE.sub(_release_or_relaxed, text), encoding="utf-8")
@@ -76,7 +86,6 @@ class Builds:
         if "cannot find" in errors and "san" in errors:
             pytest.skip(f"no library for a sanitizer: {errors}")
         assert compiler.returncode == 0, errors
-        return out
 
 
 def _release_or_relaxed(release: re.Match[str]) -> str:

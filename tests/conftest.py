@@ -66,7 +66,10 @@ def builds(
 ) -> Iterator[Builds]:
     """builds[BUILDS[name]]: the path of a C++ program that a test file names, see
     tests/builds.py."""
-    made = Builds(tmp_path_factory.mktemp("builds"))
+    at = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        at = at.parent  # the session's, which its workers share
+    made = Builds(at / "builds")
     for module in {item.getparent(pytest.Module): None for item in request.session.items}:
         made.begin(getattr(module and module.obj, "BUILDS", {}))
     yield made
