@@ -174,8 +174,8 @@ NB_MODULE(_core, m) {
       .def(nb::init<int, int, nb::handle, nb::handle, nb::handle>(), nb::arg("rank"), nb::arg("ranks"),
            nb::arg("table"), nb::arg("tensor"), nb::arg("parameter"))
       .def_rw("grouped", &Ready::grouped)
-      .def_prop_rw("told", [](Ready& self) { return self.sites().told; },
-                   [](Ready& self, bool told) { self.sites().told = told; })
+      .def_prop_rw("told", [](Ready&) { return Sites::of_python().told; },
+                   [](Ready&, bool told) { Sites::of_python().told = told; })
       .def("learn", &Ready::learn)
       .def("forget", &Ready::forget)
       .def("remember", &Ready::remember);

@@ -47,16 +47,13 @@ class Ready {
     const auto gone = std::exchange(known_, {});  // destroyed last: an algorithm's finalizer may call us
   }
 
-  // `line`, `nowhere`: see `Sites::learn`. `ended`: the result of a finished call. `token`: the tensor of a
-  // barrier.
-  void learn(nb::object line, nb::bytes nowhere, nb::object ended, nb::object token) {
-    sites_.learn(std::move(line), std::move(nowhere));
+  // `ended`: the result of a finished call. `token`: the tensor of a barrier.
+  void learn(nb::object ended, nb::object token) {
     ended_ = std::move(ended);
     token_ = std::move(token);
   }
 
   bool grouped = false;  // true: every call is asynchronous
-  Sites& sites() { return sites_; }
 
   // Runs or starts the call of `comm` and returns its result, if it is cached and its tensors can be used as
   // buffers. Else returns null and does nothing.
@@ -82,7 +79,7 @@ class Ready {
       wrapped = around(prepared, method, *given, rank_, root == rank_, divisor);
       whole = wrapped.buffer, part = nothing();
     }
-    const auto site = sites_.here();
+    const auto site = Sites::of_python().here();
     const auto number = prepared.next();
     const auto ticket = arguments.async ? prepared.start(whole, part, site) : prepared.run(whole, part, site);
     if (ticket) {
@@ -196,7 +193,6 @@ class Ready {
   Tensors tensors_;
   std::unordered_map<Key, Known, Hash> known_;
   std::array<std::pair<Key, const Known*>, kRecent> recent_{};
-  Sites sites_;
   nb::object ended_, token_;
 };
 

@@ -12,7 +12,7 @@ namespace ringdp {
 
 class Sites {
  public:
-  // The cache for calls from Python. Never destroyed, as Python ends before.
+  // The process's cache. Never destroyed, as Python ends before.
   static Sites& of_python() {
     static Sites* const sites = new Sites;
     return *sites;

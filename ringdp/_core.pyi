@@ -97,14 +97,7 @@ class Ready:
     def __init__(
         self, rank: int, ranks: int, table: object, tensor: type, parameter: type
     ) -> None: ...
-    def learn(
-        self,
-        line: Callable[[FrameType], bytes],
-        nowhere: bytes,
-        ended: object,
-        token: Tensor,
-        /,
-    ) -> None: ...
+    def learn(self, ended: object, token: Tensor, /) -> None: ...
     def remember(
         self,
         method: int,

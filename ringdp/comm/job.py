@@ -39,7 +39,7 @@ from torch import Tensor
 
 from ringdp.comm.arguments import MOST, check_algorithm, check_async, check_int, check_tensor
 from ringdp.comm.buffers import type_of, width
-from ringdp.comm.call import COLLECTIVES, NOWHERE, TAGS, fingerprint, line
+from ringdp.comm.call import COLLECTIVES, TAGS, fingerprint
 from ringdp.comm.guard import UNEVEN, Guard
 from ringdp.comm.programs import program
 from ringdp.comm.work import ENDED, Group, Work
@@ -146,7 +146,7 @@ class Issuer:
         self._zero = torch.zeros(1, dtype=torch.int32)
         self._ready = transport.ready  # None if every call goes through Python
         if self._ready:
-            self._ready.learn(line, NOWHERE, ENDED, self._zero)
+            self._ready.learn(ENDED, self._zero)
         self._group: Group | None = None
 
     @property
