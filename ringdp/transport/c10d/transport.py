@@ -320,6 +320,7 @@ def attempt(failures: Failures, act: Callable[[], None]) -> None:
         act()
     except Failed as e:
         failures.fail(*e.report)
-    except BaseException:
-        failures.fail(FailureKind.ABORTED, failures.rank)  # or the others would wait for ever
+    except BaseException as e:
+        why = f"{type(e).__name__}: {e}".partition("\n")[0]
+        failures.fail(FailureKind.ABORTED, failures.rank, why=why)  # or the others wait for ever
         raise

@@ -153,6 +153,19 @@ def test_a_driver_error_is_raised_on_all_ranks(comm: Communicator) -> None:
         repeat_barriers(comm)
 
 
+class WrongStreams(Streams):
+    def end(self) -> End:
+        raise TypeError("cannot compile the kernel\nat 12:4")
+
+
+@on_ranks(2, pool="over_nccl")
+def test_any_error_of_a_launch_is_raised_on_all_ranks(comm: Communicator) -> None:
+    if comm.rank == 0:
+        comm._transport._streams = WrongStreams()
+    with pytest.raises(PeerLost, match=r"0 has aborted \(TypeError: cannot compile the kernel\)"):
+        repeat_barriers(comm)
+
+
 @on_ranks(2, pool="over_nccl")
 def test_queued_calls_of_a_failed_communicator_are_not_launched(comm: Communicator) -> None:
     """The communicator fails before the launch thread comes to the call."""
