@@ -260,6 +260,7 @@ class Blocks:
     def _ldmatrix(self, line: Line, where: Lanes | None) -> None:
         """Threads 8 i to 8 i + 7 of a warp give the addresses of matrix i's rows of 16 bytes;
         thread t receives word t % 4 of row t // 4."""
+        assert "trans" not in line.parts, line.text
         lanes, every = np.arange(self._lanes), np.ones(self._lanes, bool)
         memory, block = self._memory(line, 32, every)
         rows = self._address(line.operands[1]) // np.uint64(4)
