@@ -58,10 +58,11 @@ def unscale(x: Tensor, out: Tensor, found: Tensor, *, scale: float) -> None:
 def unscale_torch(x: Tensor, out: Tensor, found: Tensor, scale: float) -> None:
     if x.data_ptr() == out.data_ptr() and out.dtype != torch.float64 and abs(scale) <= 1:
         # In one pass: torch multiplies in float32, and checks x, of which no product overflows.
-        torch._amp_foreach_non_finite_check_and_unscale_([out], found, torch.tensor([scale]))
+        factor = torch.tensor([scale], dtype=torch.float32)
+        torch._amp_foreach_non_finite_check_and_unscale_([out], found, factor)
         return
     size = CACHED * torch.get_num_threads()
-    one = torch.ones(1)
+    one = torch.ones(1, dtype=torch.float32)
     for first in range(0, out.numel(), size):
         source, target = x[first : first + size], out[first : first + size]
         scaled_copy(source, target, scale)

@@ -60,7 +60,8 @@ def clip_grad_norm_(engine: Engine, max_norm: float) -> float:
 def unscale_gradients(engine: Engine, scale: float) -> bool:
     """Divide all gradients by `scale`. Returns whether all are finite on all ranks. Collective."""
     units = _settled(engine)
-    found = torch.zeros(1, device=units[0].gradients.reduced.device if units else None)
+    device = units[0].gradients.reduced.device if units else None
+    found = torch.zeros(1, dtype=torch.float32, device=device)
     for unit in units:
         unscale(unit.gradients.reduced, unit.gradients.reduced, found, scale=1 / scale)
     anywhere = found.cpu()

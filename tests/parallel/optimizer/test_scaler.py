@@ -72,6 +72,19 @@ def test_hysteresis_delays_the_fall_of_the_scale():
         engine.close()
 
 
+@on_ranks(1)
+def test_gradients_are_unscaled_whatever_torchs_default_dtype(comm: Communicator) -> None:
+    model = net()
+    engine = ringdp.shard(model, stage=3, comm=comm)
+    model(batch(0)).square().mean().backward()
+    try:
+        torch.set_default_dtype(torch.float64)
+        assert LossScaler(engine).unscale_()
+    finally:
+        torch.set_default_dtype(FLOAT)
+    engine.close()
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 @on_ranks(2)
 def test_gradients_are_unscaled_once_per_backward(comm: Communicator, stage: int) -> None:
