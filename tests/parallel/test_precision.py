@@ -123,6 +123,25 @@ def test_a_batch_norm_whose_buffers_have_another_dtype_is_refused(
     engine.close()
 
 
+class Float32Norm(nn.BatchNorm1d):
+    """Casts what it computes with."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.weight.float(), self.bias.float()
+        mean, variance = self.running_mean, self.running_var
+        y = nn.functional.batch_norm(x.float(), mean, variance, *weights, training=self.training)
+        return y.to(x.dtype)
+
+
+@on_ranks(1)
+def test_a_batch_norm_may_cast_its_weights_to_the_dtype_of_its_buffers(comm: Communicator) -> None:
+    model = nn.Sequential(nn.Linear(9, 9), Float32Norm(9))
+    engine = ringdp.shard(model, stage=3, precision=Precision(BF16), comm=comm)
+    model(batch(0)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    engine.close()
+
+
 def test_a_weight_tied_across_dtypes_is_refused():
     model = nn.Sequential(nn.Embedding(9, 9), nn.Linear(9, 9, bias=False))
     model[1].weight = model[0].weight

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.utils import _recursive_to
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ringdp.errors import UsageError
 from ringdp.parallel.guards.copies import AddHook
@@ -65,11 +66,9 @@ def cast_at(
     if precision.output is not None:
         after(model, precision.output)
     for name, module in model.named_modules() if precision.param is not None else ():
-        if isinstance(module, _BATCH_NORMS) and module not in within:
+        is_torchs = type(module).forward is _BatchNorm.forward  # another may cast what it uses
+        if is_torchs and module not in within:
             add_hook(module.register_forward_pre_hook, partial(_check_batch_norm, name))
-
-
-_BATCH_NORMS = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 
 
 def _check_batch_norm(name: str, norm: Any, _: object) -> None:
