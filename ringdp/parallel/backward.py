@@ -31,6 +31,7 @@ from ringdp.parallel.unit import FlatUnit, State
 class _Backward(NamedTuple):
     """The running backward, or one that raised."""
 
+    number: int  # torch's: of this backward, not of those nested in it
     trained: dict[int, FlatUnit]  # whose gradients it reduces
     reached: set[int]  # whose backward has started
     alive: Callable[[], object]  # weak reference to a callback that torch holds until it ends
@@ -89,10 +90,14 @@ class Backwards:
         if unit.state is State.SUMMONED:
             raise UsageError("backward within full_parameters(), which is for reading only")
         self._now = now = self._now or self._begin()
-        now.reached.add(index)
         self.use(index)
-        if index in now.trained:
-            self._grad_hooks[index].begin_backward()
+        hooks, trains = self._grad_hooks[index], index in now.trained
+        nested = torch._C._current_graph_task_id() != now.number
+        if trains and nested and not hooks.any_comes():
+            return  # in autograd.grad amid a recomputation: its gradients come later
+        now.reached.add(index)
+        if trains:
+            hooks.begin_backward()
             self.reducing.open(unit, keep=not self.sync)
 
     def _begin(self) -> _Backward:
@@ -101,7 +106,8 @@ class Backwards:
         self.gathering.begin_backward(amid=not units, again=not units and torch.is_grad_enabled())
         end = partial(self.end)
         torch.autograd.Variable._execution_engine.queue_callback(end)
-        return _Backward(units, set(), weakref.ref(end))
+        number = torch._C._current_graph_task_id()
+        return _Backward(number, units, set(), weakref.ref(end))
 
     def _trained(self) -> list[FlatUnit]:
         """The units to reduce; none if this backward makes other gradients (`autograd.grad`, or
@@ -160,7 +166,7 @@ class Backwards:
         """Autograd is through. Units that still lack gradients are reduced in one order on every
         rank, the root last; then all reductions are waited for."""
         assert self._now is not None
-        units, reached, _ = self._now
+        self._through, units, reached, _ = self._now
         for index, unit in reversed(units.items()):
             if index not in reached:
                 self.reducing.open(unit, keep=not self.sync)
@@ -168,7 +174,6 @@ class Backwards:
         self._end(learn=True)
         for unit in units.values():
             self.reducing.hand_out(unit)
-        self._through = torch._C._current_graph_task_id()
 
     def check_over(self, what: str) -> None:
         """Raise UsageError, which begins with `what`, within a backward before its end here."""

@@ -155,6 +155,11 @@ class GuidedByInput(nn.Module):
         return self.inner(x - by_input)
 
 
+def guided_below() -> nn.Module:
+    guided = nn.Sequential(GuidedByInput(), GuidedByInput())
+    return nn.Sequential(linear(), Checkpointed(guided, reentrant=False))
+
+
 def frozen_norm_twice() -> nn.Module:
     b = nn.Sequential(freeze(nn.LayerNorm(WIDTH)), linear())
     return Checkpointed(b, b, reentrant=False)
@@ -198,6 +203,7 @@ CASES = {
     "gradients amid a forward, in a checkpoint": Case(
         lambda: Checkpointed(*(GuidedByInput() for _ in range(3)), reentrant=False)
     ),
+    "gradients amid a forward, below a checkpoint": Case(guided_below, unit=nn.Linear),
     "buffers": Case(buffered),
     "channels last": Case(
         lambda: nn.Sequential(
