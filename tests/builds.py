@@ -13,7 +13,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,6 +56,10 @@ class Builds:
         if not shutil.which(CXX):
             pytest.skip(f"no {CXX}")
         return self._made[build].result()
+
+    def wait(self) -> None:
+        """Wait until no compiler runs any more."""
+        wait(self._made.values())
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -23,9 +23,16 @@ from ringdp.cli.bench.kernels import Report, Row
 from ringdp.cli.launch import SignalError
 from ringdp.errors import CollectiveTimeout
 from ringdp.transport.peer import kernels
+from tests.builds import Builds
 from tests.transport import test_peer
 
 MARK = "pytest.mark." + "gpu"
+
+
+@pytest.fixture(autouse=True)
+def compiled(builds: Builds) -> None:
+    """No compiler runs: a part kills all children that this process gets during it."""
+    builds.wait()
 
 
 @pytest.fixture
