@@ -10,6 +10,9 @@
 //                            B: fold, or take, tile t-1; lay out the result
 //                            C: collect the results of tile t-2
 //
+// In an uneven all_to_all no rank knows the others' lengths. So it takes the path of tiles whatever its size,
+// and its ranks first send one another their bounds, as a whole message.
+//
 // A buffer in the arena is read in place, so its rank lays out nothing. If all buffers are in the arena, an
 // owner writes its sums to all of them, and nobody collects.
 //
@@ -39,8 +42,8 @@ class Direct : private Messages {
             : message <= kTiny && link_.is_none() ? Path::lines  // lines don't carry `began`
             : message <= whole_limit() ? Path::whole
                                 : Path::tiles;
+    if (uneven() && ranks_ > 1) path_ = Path::tiles;
     part_ = segment_.part() / dtype_.size * dtype_.size;
-    count_ = (longest_ + part_ - 1) / part_;
   }
 
   void run() {
@@ -76,18 +79,27 @@ class Direct : private Messages {
   struct Span {
     std::size_t first, bytes;
   };
-  Span span(int shard, std::size_t t) const {
-    const std::size_t length = bytes(shard), first = std::min(t * part_, length);
+  Span span(int shard, std::size_t t) const { return span_of(bytes(shard), t); }
+  Span span_of(std::size_t length, std::size_t t) const {
+    const std::size_t first = std::min(t * part_, length);
     return {first, std::min(part_, length - first)};
   }
 
   void run_tiles() {
     if (step_ == 0) {
-      post(arena_.offset(message()));
+      if (uneven())
+        post_whole();
+      else
+        post(arena_.offset(message()));
       peers_.ring();
       step_ = 1;
     }
-    for (; step_ < ranks_; ++step_) read_post((rank_ + step_) % ranks_, Other::rings);
+    for (; step_ < ranks_; ++step_) {
+      const int r = (rank_ + step_) % ranks_;
+      read_post(r, Other::rings);
+      if (uneven()) read_bounds(r);
+    }
+    count_ = (longest_ + part_ - 1) / part_;
     const auto known = [](auto offset) { return offset >= 0; };
     all_registered_ = std::all_of(offsets_.begin(), offsets_.end(), known);
     any_registered_ = std::any_of(offsets_.begin(), offsets_.end(), known);
@@ -108,6 +120,17 @@ class Direct : private Messages {
     }
     tiles_ = end;
     ++posts_;
+  }
+
+  // Reads the bounds of what r sends in an uneven all_to_all. All ranks count the tiles of the longest part.
+  void read_bounds(int r) {
+    const auto* from = within(segment_.messages(r), kRoom, places_[r], r);
+    const auto* theirs = reinterpret_cast<const std::int64_t*>(from);
+    const auto part = [&](int to) { return std::size_t(theirs[to + 1] - theirs[to]) * dtype_.size; };
+    for (int to = 0; to < ranks_; ++to) longest_ = std::max(longest_, part(to));
+    Stamp expected = stamp(heading_), found = expected;
+    expected.bytes = piece_bytes(r), found.bytes = part(rank_);
+    if (found.bytes != expected.bytes) throw Failed{Failure::mismatch, r, expected, found};
   }
 
   // A step that moved nothing is not recorded.
@@ -136,7 +159,9 @@ class Direct : private Messages {
 
   // B: folds this rank's part of the tile, or copies the parts that the others have for it.
   void take(std::size_t t) {
-    if (!gathers())
+    if (permutes())
+      take_pieces(t);
+    else if (!gathers())
       take_part(t, span(rank_, t));
     else if (reads())
       take_shards(t);
@@ -160,6 +185,21 @@ class Direct : private Messages {
     }
   }
 
+  void take_pieces(std::size_t t) {
+    const auto tile = tiles_ + t;
+    for (int i = 0; i < ranks_; ++i) {
+      const int r = (rank_ + i) % ranks_;
+      const Span s = span_of(piece_bytes(r), t);
+      if (!is_read(r) || s.bytes == 0) continue;
+      const auto own = begin_of(rank_) + s.first;
+      const auto* const from = r == rank_      ? job_.whole + own
+                               : registered(r) ? at(r) + own
+                                               : laid(r, tile, segment_.part(r, rank_, tile));
+      copy_bytes(piece_of(r) + s.first, from, s.bytes);
+      moved_ += s.bytes;
+    }
+  }
+
   void take_part(std::size_t t, Span s) {
     if (s.bytes == 0) return;
     moved_ += s.bytes;
@@ -167,13 +207,11 @@ class Direct : private Messages {
     const auto own = begin_of(rank_) + s.first;
     for (int i = 0; i < ranks_; ++i) {
       const int r = (rank_ + i) % ranks_;
-      if (!is_read(r)) continue;
       from_[r] = r == rank_      ? job_.whole + own
                  : registered(r) ? at(r) + own
                                  : laid(r, tile, segment_.part(r, rank_, tile));
-      if (permutes()) copy_bytes(piece_of(r) + s.first, from_[r], s.bytes);
     }
-    if (!permutes()) fold_part(tile, own, s);
+    fold_part(tile, own, s);
   }
 
   // Returns `slot` once rank r has laid out that tile.
@@ -238,7 +276,7 @@ class Direct : private Messages {
   Link link_;
   Path path_ = Path::alone;
   bool moved_all_ = false;
-  std::size_t longest_ = 0;           // bytes of the longest shard
+  std::size_t longest_ = 0;           // bytes of the longest shard or piece
   std::size_t part_ = 0, count_ = 0;  // bytes of a tile's part; number of tiles
   std::uint64_t tiles_ = 0;           // of earlier collectives, the same on every rank
   bool all_registered_ = false, any_registered_ = false;

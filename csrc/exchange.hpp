@@ -35,13 +35,15 @@ namespace ringdp {
 
 enum class Collective { all_reduce, reduce_scatter, all_gather, all_to_all };  // base.DIRECT's order
 
-// A collective and one rank's buffers. Shard r of the whole buffer is [bounds[r], bounds[r + 1]).
+// A collective and one rank's buffers. Shard r of the whole buffer is [bounds[r], bounds[r + 1]). In an
+// uneven all_to_all every rank has bounds of its own, which are its message, and `received`.
 struct Exchange {
   Collective collective;
   const std::int64_t* bounds;  // [ranks + 1], in elements
   std::byte* whole;            // all_reduce: in place; all_gather: output; else the input
   std::byte* part;             // all_gather: input; else output (all_to_all: pieces of this shard's length)
   int root = -1;               // the only reader of an all_gather, or the only one read in an all_to_all
+  const std::int64_t* received = nullptr;  // [ranks + 1]: an uneven all_to_all's pieces in `part`
 };
 
 // Memory that all ranks have mapped, at `base` in this process.
@@ -69,14 +71,15 @@ class Messages {
 
   void begin(const Exchange& job, const Dtype& dtype, std::uint64_t number, std::uint64_t digest) {
     job_ = job, dtype_ = dtype;
-    heading_ = {number, digest, std::uint64_t(job.bounds[ranks_]), 0};
-    for (int r = 1; r < ranks_; ++r)  // FNV-1a, a number at a time
+    heading_ = {number, digest, uneven() ? 0 : std::uint64_t(job.bounds[ranks_]), 0};
+    for (int r = 1; r < ranks_ && !uneven(); ++r)  // FNV-1a, a number at a time
       heading_.cuts = (heading_.cuts ^ std::uint64_t(job.bounds[r])) * 0x100000001b3;
     step_ = 0;
   }
 
   bool gathers() const { return job_.collective == Collective::all_gather; }
   bool permutes() const { return job_.collective == Collective::all_to_all; }
+  bool uneven() const { return job_.received; }
   bool reads() const { return !gathers() || job_.root < 0 || job_.root == rank_; }
   bool is_read(int r) const { return !permutes() || job_.root < 0 || job_.root == r; }
 
@@ -105,9 +108,13 @@ class Messages {
 
   // Returns the bytes of r's message; `message` is this rank's.
   std::size_t message_bytes(int r) const {
+    if (uneven()) return (ranks_ + 1) * sizeof *job_.bounds;
     return gathers() ? bytes(r) : is_read(r) ? bytes(0, ranks_) : 0;
   }
-  const std::byte* message() const { return gathers() ? job_.part : job_.whole; }
+  const std::byte* message() const {
+    return uneven() ? reinterpret_cast<const std::byte*>(job_.bounds) : data();
+  }
+  const std::byte* data() const { return gathers() ? job_.part : job_.whole; }
 
   // Returns the bytes of this rank's result.
   std::size_t result_bytes() const {
@@ -122,7 +129,7 @@ class Messages {
 
   // Computes this rank's result from all ranks' messages in `from_`.
   void finish_whole() {
-    from_[rank_] = message();
+    from_[rank_] = data();
     if (gathers()) {
       for (int r = 0; r < ranks_ && reads(); ++r)
         copy_bytes(job_.whole + begin_of(r), from_[r], bytes(r));
@@ -137,8 +144,14 @@ class Messages {
     }
   }
 
-  // Returns where r's message goes in an all_to_all.
-  std::byte* piece_of(int r) const { return job_.part + (job_.root < 0 ? r * bytes(rank_) : 0); }
+  // Returns where r's piece goes in an all_to_all, and its bytes.
+  std::byte* piece_of(int r) const {
+    if (uneven()) return job_.part + job_.received[r] * dtype_.size;
+    return job_.part + (job_.root < 0 ? r * bytes(rank_) : 0);
+  }
+  std::size_t piece_bytes(int r) const {
+    return uneven() ? (job_.received[r + 1] - job_.received[r]) * dtype_.size : bytes(rank_);
+  }
 
   void run_lines() {
     const auto flag = std::uint32_t(lines_ % 0xffffffff) + 1;  // never 0, the flag of an unused line
@@ -195,17 +208,7 @@ class Messages {
 
   // Returns false, having moved nothing, if any rank leaves its message in the arena.
   bool run_whole() {
-    if (step_ == 0) {
-      const auto size = message_bytes(rank_);
-      const auto offset = size > kCopied ? arena_.offset(message()) : -1;
-      const auto place = offset < 0 ? std::int64_t(room_for(size)) : -1;
-      if (place >= 0) {
-        put_(segment_.messages(rank_) + place, message(), size);
-        note(What::lay_out, size);
-      }
-      post(offset, place);
-      step_ = 1;
-    }
+    if (step_ == 0) post_whole(), step_ = 1;
     for (; step_ < ranks_; ++step_) {
       const int r = (rank_ + step_) % ranks_;
       read_post(r);
@@ -218,6 +221,17 @@ class Messages {
     note(What::fold, result_bytes());
     ++posts_;
     return true;
+  }
+
+  void post_whole() {
+    const auto size = message_bytes(rank_);
+    const auto offset = size > kCopied ? arena_.offset(message()) : -1;
+    const auto place = offset < 0 ? std::int64_t(room_for(size)) : -1;
+    if (place >= 0) {
+      put_(segment_.messages(rank_) + place, message(), size);
+      note(What::lay_out, size);
+    }
+    post(offset, place);
   }
 
   // Returns where to lay out the next message, clear of the last one. See Note [room].

@@ -143,9 +143,9 @@ NB_MODULE(_core, m) {
   nb::class_<Prepared>(m, "Prepared")
       .def_static(
           "exchange",
-          [](Progress& core, int collective, int root, std::vector<std::int64_t> bounds, int dtype_code,
-             int op, std::uint64_t kind, nb::dict kept) {
-            return new Prepared(core, Collective(collective), root, std::move(bounds),
+          [](Progress& core, int collective, int root, std::vector<std::int64_t> bounds,
+             std::vector<std::int64_t> received, int dtype_code, int op, std::uint64_t kind, nb::dict kept) {
+            return new Prepared(core, Collective(collective), root, std::move(bounds), std::move(received),
                                 dtype(dtype_code, op), kind, std::move(kept));
           },
           nb::keep_alive<0, 1>())

@@ -34,11 +34,18 @@ class Prepared {
     std::byte* data;
   };
 
-  // An exchange. `bounds`: of the ranks' shards of the whole.
-  Prepared(Progress& core, Collective collective, int root, std::vector<std::int64_t> bounds, Dtype dtype,
-           std::uint64_t kind, nb::dict kept)
+  // An exchange. `bounds`: of the ranks' shards of the whole. `received`: empty but in an uneven all_to_all.
+  Prepared(Progress& core, Collective collective, int root, std::vector<std::int64_t> bounds,
+           std::vector<std::int64_t> received, Dtype dtype, std::uint64_t kind, nb::dict kept)
       : Prepared(core, std::move(bounds), core.segment().ranks(), dtype, kind, std::move(kept)) {
-    what_ = Exchange{collective, bounds_.data(), nullptr, nullptr, root};
+    received_ = std::move(received);
+    Exchange exchange{collective, bounds_.data(), nullptr, nullptr, root};
+    if (!received_.empty()) {
+      if (received_.size() != bounds_.size()) throw nb::value_error("received has ranks + 1 numbers");
+      exchange.received = received_.data();
+      brief_ = false;  // what the others send each other takes as long
+    }
+    what_ = exchange;
     elements_ = bounds_.back();
   }
   // A program. `bounds`: of the chunks of its buffer, the whole. `program` owns the rows. `changes`: whether
@@ -132,7 +139,7 @@ class Prepared {
   }
 
   Progress& core_;
-  std::vector<std::int64_t> bounds_;
+  std::vector<std::int64_t> bounds_, received_;
   std::variant<Rows, Exchange> what_;  // without buffers
   nb::object program_;                 // owns the rows
   bool changes_ = true;

@@ -65,6 +65,7 @@ class Prepared:
         collective: int,
         root: int,
         bounds: Sequence[int],
+        received: Sequence[int],
         dtype: int,
         op: int,
         kind: int,

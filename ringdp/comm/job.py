@@ -93,6 +93,7 @@ class Job(NamedTuple):
     op: ReduceOp = "sum"  # the user's
     elements: int | None = None  # of the collective, if the bounds cover fewer
     root: int | None = None  # of an exchange in which only one rank gathers or scatters
+    received: Bounds = ()  # of an exchange with uneven parts: see `Exchange`
 
     @property
     def any_buffer(self) -> Tensor:
@@ -260,7 +261,7 @@ class Issuer:
             uneven = spec.collective in UNEVEN
             what: Run | Exchange = Run(job.by, job.bounds, dtype, op, kind, elements, uneven)
         else:
-            what = Exchange(job.by, job.bounds, dtype, job.op, kind, job.root)
+            what = Exchange(job.by, job.bounds, dtype, job.op, kind, job.root, job.received)
         ready = self._transport.prepare(what)
         if self._ready and spec.name in METHODS:
             self._ready.remember(

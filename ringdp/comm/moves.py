@@ -261,15 +261,20 @@ class Moves(Issuer):
                 f"{type_of(input)} and expects {output_sizes[me]} of {type_of(output)}; allowed: "
                 "the same"
             )
-        bounds = pair_bounds(me, sent, received)
+        by = self._way(spec, "all_to_all")
         out = flat_output(output, "all_to_all_v: output")
+        if not isinstance(by, Program):
+            given, into = without_overlap(flat(input).data, out.data), bounds_of(received)
+            job = Job(by, bounds_of(sent), given, out.data, out.copy_back, received=into)
+            return self._issue(job, spec)
+        bounds = pair_bounds(me, sent, received)
         buffer = empty(bounds[-1], output)
         # buffer: from ranks 0 ... me - 1 | to ranks 0 ... n - 1 | from ranks me + 1 ... n - 1
         sends, to_self = bounds[me * self.size], bounds[me * self.size + me]
         fill(buffer[sends : sends + sum(sent)], input)
         own = buffer[to_self : to_self + sent[me]]
         finish = partial(out.take, buffer[:sends], own, buffer[sends + sum(sent) :])
-        return self._issue(Job(self._program(spec), bounds, buffer, finish=finish), spec)
+        return self._issue(Job(by, bounds, buffer, finish=finish), spec)
 
     def _at_root(self, spec: CallSpec, what: str, tensor: Tensor | None) -> Arg | None:
         """Return the tensor that only the root has, or None on other ranks.

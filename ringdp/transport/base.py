@@ -167,6 +167,7 @@ class Exchange(NamedTuple):
     op: ReduceOp
     kind: int
     root: int | None = None  # the only receiver of an all_gather, or sender of an all_to_all
+    received: Bounds = ()  # of the parts of an all_to_all_v's output; `shards` are those it sends
 
     @property
     def elements(self) -> int:

@@ -67,8 +67,16 @@ void results(int n, char** paths, float expected) {
   for (auto& t : threads) t.join();
 }
 
+// Returns the bounds of n parts of which part r has length(r) elements.
+template <class Length>
+std::vector<std::int64_t> bounds_of(int n, Length length) {
+  std::vector<std::int64_t> bounds{0};
+  for (int r = 0; r < n; ++r) bounds.push_back(bounds.back() + length(r));
+  return bounds;
+}
+
 // All direct collectives, in every order, with none, all, or every other rank's buffers in the
-// arena.
+// arena. In an uneven all_to_all, which follows every even one, some parts are empty.
 void direct(int n) {
   arena.assign(n * kArena, 0);
   auto ranks = connected(n);
@@ -78,9 +86,11 @@ void direct(int n) {
       std::uint64_t number = 0;
       for (const std::int64_t shard : {0, 1, 300, 9000, 40000, 7, 40000, 5, 9000})
         for (int where = 0; where < 3; ++where)  // 0: no buffer in the arena, 1: all, 2: every other rank's
-          for (const auto collective :
-               {Collective::all_gather, Collective::reduce_scatter, Collective::all_reduce,
-                Collective::all_to_all}) {
+          for (int kind = 0; kind < 5; ++kind) {
+            const Collective kinds[] = {Collective::all_gather, Collective::reduce_scatter,
+                                        Collective::all_reduce, Collective::all_to_all};
+            const bool uneven = kind == 4;
+            const auto collective = uneven ? Collective::all_to_all : kinds[kind];
             const bool registered = where == 1 || (where == 2 && me % 2);
             std::vector<float> mine(n * shard), part(n * shard);
             float* whole = mine.data();
@@ -89,10 +99,13 @@ void direct(int n) {
             if (registered && collective != Collective::all_gather) whole = &arena[me * kArena];
             for (int i = 0; i < n * shard; ++i) whole[i] = float(me + 1);
             for (int i = 0; i < shard; ++i) own[i] = float(me + 1);
-            std::vector<std::int64_t> bounds;
-            for (int r = 0; r <= n; ++r) bounds.push_back(shard * r);
+            const auto length = [&](int from, int to) {
+              return uneven && (from + 2 * to) % 3 == 0 ? 0 : shard;
+            };
+            const auto bounds = bounds_of(n, [&](int to) { return length(me, to); });
+            const auto received = bounds_of(n, [&](int from) { return length(from, me); });
             const Exchange what{collective, bounds.data(), reinterpret_cast<std::byte*>(whole),
-                                reinterpret_cast<std::byte*>(own)};
+                                reinterpret_cast<std::byte*>(own), -1, uneven ? received.data() : nullptr};
             const Job job{what, dtype(0, 0), number, 0, n * shard, kNowhere};
             const bool sliced = n > 1 && shard == 40000 && number % 5 == 2;
             const auto ticket = !sliced && number % 3 == 1
@@ -104,7 +117,8 @@ void direct(int n) {
             const float sum = float(n * (n + 1) / 2);
             for (int i = 0; i < shard; ++i) {
               if (collective == Collective::all_to_all)
-                for (int r = 0; r < n; ++r) check(own[r * shard + i] == float(r + 1), "all_to_all");
+                for (int r = 0; r < n; ++r)
+                  check(length(r, me) == 0 || own[received[r] + i] == float(r + 1), "all_to_all");
               if (collective == Collective::reduce_scatter) check(own[i] == sum, "reduce_scatter");
               if (collective == Collective::all_reduce) check(whole[me * shard + i] == sum, "all_reduce");
               if (collective == Collective::all_gather)

@@ -150,6 +150,7 @@ class ShmTransport(Transport):
                 DIRECT.index(what.collective),
                 -1 if what.root is None else what.root,
                 what.shards,
+                what.received,
                 DTYPES.index(what.dtype),
                 REDUCE_OPS.index(what.op),
                 what.kind,
