@@ -106,7 +106,7 @@ class Browser:
         return dom
 
     def close(self) -> None:
-        self._process.kill()
+        self._call("Browser.close")  # killed, it would leave its folder of sockets
         self._process.communicate()
 
     def _call(self, method: str, session: Any = None, **parameters: Any) -> Any:
