@@ -159,30 +159,14 @@ class Direct : private Messages {
 
   // B: folds this rank's part of the tile, or copies the parts that the others have for it.
   void take(std::size_t t) {
-    if (permutes())
-      take_pieces(t);
-    else if (!gathers())
+    if (folds())
       take_part(t, span(rank_, t));
-    else if (reads())
-      take_shards(t);
+    else
+      take_pieces(t);
     check_reported();
     // release: our reads of the parts, and the result that we wrote, before the count
     segment_.board(rank_).taken.store(tiles_ + t + 1, std::memory_order_release);
     peers_.ring();
-  }
-
-  void take_shards(std::size_t t) {
-    const auto tile = tiles_ + t;
-    for (int i = 0; i < ranks_; ++i) {
-      const int r = (rank_ + i) % ranks_;
-      const Span s = span(r, t);
-      if (s.bytes == 0) continue;
-      const auto* const from = r == rank_      ? job_.part + s.first
-                               : registered(r) ? at(r) + s.first
-                                               : laid(r, tile, segment_.result(r, tile));
-      copy_bytes(job_.whole + begin_of(r) + s.first, from, s.bytes);
-      moved_ += s.bytes;
-    }
   }
 
   void take_pieces(std::size_t t) {
@@ -190,11 +174,12 @@ class Direct : private Messages {
     for (int i = 0; i < ranks_; ++i) {
       const int r = (rank_ + i) % ranks_;
       const Span s = span_of(piece_bytes(r), t);
-      if (!is_read(r) || s.bytes == 0) continue;
-      const auto own = begin_of(rank_) + s.first;
-      const auto* const from = r == rank_      ? job_.whole + own
-                               : registered(r) ? at(r) + own
-                                               : laid(r, tile, segment_.part(r, rank_, tile));
+      if (s.bytes == 0) continue;
+      const auto place = piece_at() + s.first;
+      const auto* const slot = gathers() ? segment_.result(r, tile) : segment_.part(r, rank_, tile);
+      const auto* const from = r == rank_      ? data() + place
+                               : registered(r) ? at(r) + place
+                                               : laid(r, tile, slot);
       copy_bytes(piece_of(r) + s.first, from, s.bytes);
       moved_ += s.bytes;
     }

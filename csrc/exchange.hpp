@@ -79,6 +79,7 @@ class Messages {
 
   bool gathers() const { return job_.collective == Collective::all_gather; }
   bool permutes() const { return job_.collective == Collective::all_to_all; }
+  bool folds() const { return !gathers() && !permutes(); }
   bool uneven() const { return job_.received; }
   bool reads() const { return !gathers() || job_.root < 0 || job_.root == rank_; }
   bool is_read(int r) const { return !permutes() || job_.root < 0 || job_.root == r; }
@@ -130,12 +131,9 @@ class Messages {
   // Computes this rank's result from all ranks' messages in `from_`.
   void finish_whole() {
     from_[rank_] = data();
-    if (gathers()) {
-      for (int r = 0; r < ranks_ && reads(); ++r)
-        copy_bytes(job_.whole + begin_of(r), from_[r], bytes(r));
-    } else if (permutes()) {
+    if (!folds()) {
       for (int r = 0; r < ranks_; ++r)
-        if (is_read(r)) copy_bytes(piece_of(r), from_[r] + begin_of(rank_), bytes(rank_));
+        if (const auto size = piece_bytes(r)) copy_bytes(piece_of(r), from_[r] + piece_at(), size);
     } else if (job_.collective == Collective::all_reduce) {
       fold(dtype_, job_.whole, from_.data(), ranks_, job_.bounds[ranks_]);
     } else {
@@ -144,14 +142,19 @@ class Messages {
     }
   }
 
-  // Returns where r's piece goes in an all_to_all, and its bytes.
+  // What this rank takes of r's data, unless it folds: its place in the result, its bytes, and its place in
+  // the data, which is the same for all r.
   std::byte* piece_of(int r) const {
+    if (gathers()) return job_.whole + begin_of(r);
     if (uneven()) return job_.part + job_.received[r] * dtype_.size;
     return job_.part + (job_.root < 0 ? r * bytes(rank_) : 0);
   }
   std::size_t piece_bytes(int r) const {
+    if (!reads() || !is_read(r)) return 0;
+    if (gathers()) return bytes(r);
     return uneven() ? (job_.received[r + 1] - job_.received[r]) * dtype_.size : bytes(rank_);
   }
+  std::size_t piece_at() const { return gathers() ? 0 : begin_of(rank_); }
 
   void run_lines() {
     const auto flag = std::uint32_t(lines_ % 0xffffffff) + 1;  // never 0, the flag of an unused line
