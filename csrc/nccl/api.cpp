@@ -12,13 +12,6 @@ using Stream = void*;
 
 namespace {
 
-ncclResult_t init(ncclComm_t* comm, int ranks, const ncclUniqueId& id, int rank) {
-  Comm made;
-  const ncclResult_t result = comm ? attach(&made, ranks, id, rank) : ncclInvalidArgument;
-  if (result == ncclSuccess) *comm = meet(made);
-  return result;
-}
-
 bool usable(const ncclConfig_t* config) {
   return !config || (config->magic == kConfigMagic && config->blocking != 0);
 }
@@ -69,13 +62,17 @@ RINGDP_API ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
   return id ? offer(id) : ncclInvalidArgument;
 }
 
-RINGDP_API ncclResult_t ncclCommInitRank(ncclComm_t* comm, int ranks, ncclUniqueId id, int rank) {
-  return init(comm, ranks, id, rank);
-}
-
 RINGDP_API ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int ranks, ncclUniqueId id,
                                                int rank, ncclConfig_t* config) {
-  return usable(config) ? init(comm, ranks, id, rank) : ncclInvalidArgument;
+  Comm made;
+  const bool good = comm && usable(config);
+  const ncclResult_t result = good ? attach(&made, ranks, id, rank) : ncclInvalidArgument;
+  if (result == ncclSuccess) *comm = meet(made);
+  return result;
+}
+
+RINGDP_API ncclResult_t ncclCommInitRank(ncclComm_t* comm, int ranks, ncclUniqueId id, int rank) {
+  return ncclCommInitRankConfig(comm, ranks, id, rank, nullptr);
 }
 
 RINGDP_API ncclResult_t ncclCommInitAll(ncclComm_t* comms, int ranks, const int*) {
@@ -108,8 +105,7 @@ RINGDP_API ncclResult_t ncclCommSplit(ncclComm_t handle, int color, int key, ncc
   if (const ncclResult_t result = offer(&self.id); result != ncclSuccess) return result;
   std::vector<Member> all(comm->ranks);
   const Given given{&self, all.data(), sizeof self, ncclInt8};
-  ncclResult_t result = enqueue(
-      handle, [&](const Comm& c, Group& into) { return all_gather(c, into, given); });
+  ncclResult_t result = enqueue(handle, collective, given, kAllGather);
   *made = nullptr;
   std::vector<Member> same;
   for (const Member& member : all)
@@ -120,7 +116,7 @@ RINGDP_API ncclResult_t ncclCommSplit(ncclComm_t handle, int color, int key, ncc
     });
     int rank = 0;
     while (same[rank].rank != comm->rank) ++rank;
-    result = init(made, int(same.size()), same[0].id, rank);
+    result = ncclCommInitRank(made, int(same.size()), same[0].id, rank);
   }
   withdraw(place_of(self.id).token);  // all have attached, or none will
   return result;
@@ -164,37 +160,27 @@ RINGDP_API ncclResult_t ncclGroupEnd() { return end_group(); }
 
 RINGDP_API ncclResult_t ncclSend(const void* in, std::size_t count, ncclDataType_t type, int peer,
                                  ncclComm_t comm, Stream) {
-  return enqueue(comm, [&](const Comm& c, Group& into) {
-    return message(c, into, true, {in, nullptr, count, type}, peer);
-  });
+  return enqueue(comm, message, Given{in, nullptr, count, type, ncclSum, peer}, true);
 }
 
 RINGDP_API ncclResult_t ncclRecv(void* out, std::size_t count, ncclDataType_t type, int peer,
                                  ncclComm_t comm, Stream) {
-  return enqueue(comm, [&](const Comm& c, Group& into) {
-    return message(c, into, false, {out, nullptr, count, type}, peer);
-  });
+  return enqueue(comm, message, Given{out, nullptr, count, type, ncclSum, peer}, false);
 }
 
 RINGDP_API ncclResult_t ncclAllReduce(const void* in, void* out, std::size_t count,
                                       ncclDataType_t type, ncclRedOp_t op, ncclComm_t comm, Stream) {
-  return enqueue(comm, [&](const Comm& c, Group& into) {
-    return all_reduce(c, into, {in, out, count, type, op});
-  });
+  return enqueue(comm, collective, Given{in, out, count, type, op}, kAllReduce);
 }
 
 RINGDP_API ncclResult_t ncclReduce(const void* in, void* out, std::size_t count, ncclDataType_t type,
                                    ncclRedOp_t op, int root, ncclComm_t comm, Stream) {
-  return enqueue(comm, [&](const Comm& c, Group& into) {
-    return reduce(c, into, {in, out, count, type, op, root});
-  });
+  return enqueue(comm, collective, Given{in, out, count, type, op, root}, kReduce);
 }
 
 RINGDP_API ncclResult_t ncclBroadcast(const void* in, void* out, std::size_t count,
                                       ncclDataType_t type, int root, ncclComm_t comm, Stream) {
-  return enqueue(comm, [&](const Comm& c, Group& into) {
-    return broadcast(c, into, {in, out, count, type, ncclSum, root});
-  });
+  return enqueue(comm, collective, Given{in, out, count, type, ncclSum, root}, kBroadcast);
 }
 
 RINGDP_API ncclResult_t ncclBcast(void* buffer, std::size_t count, ncclDataType_t type, int root,
@@ -205,14 +191,10 @@ RINGDP_API ncclResult_t ncclBcast(void* buffer, std::size_t count, ncclDataType_
 RINGDP_API ncclResult_t ncclReduceScatter(const void* in, void* out, std::size_t count,
                                           ncclDataType_t type, ncclRedOp_t op, ncclComm_t comm,
                                           Stream) {
-  return enqueue(comm, [&](const Comm& c, Group& into) {
-    return reduce_scatter(c, into, {in, out, count, type, op});
-  });
+  return enqueue(comm, collective, Given{in, out, count, type, op}, kReduceScatter);
 }
 
 RINGDP_API ncclResult_t ncclAllGather(const void* in, void* out, std::size_t count,
                                       ncclDataType_t type, ncclComm_t comm, Stream) {
-  return enqueue(comm, [&](const Comm& c, Group& into) {
-    return all_gather(c, into, {in, out, count, type});
-  });
+  return enqueue(comm, collective, Given{in, out, count, type}, kAllGather);
 }

@@ -180,11 +180,11 @@ inline ncclResult_t end_group() {
 }
 
 // Adds a call to the open group, or runs it as a group of its own.
-template <class Call>
-ncclResult_t enqueue(ncclComm* handle, const Call& call) {
+template <class Call, class... Arguments>
+ncclResult_t enqueue(ncclComm* handle, const Call& call, const Arguments&... arguments) {
   ++group().depth;
   const Comm comm = find(handle);
-  const ncclResult_t result = comm ? call(comm, group()) : ncclInvalidArgument;
+  const ncclResult_t result = comm ? call(comm, group(), arguments...) : ncclInvalidArgument;
   if (comm) group().comms.push_back(comm);
   if (group().error == ncclSuccess) group().error = result;
   const ncclResult_t ended = end_group();
