@@ -15,6 +15,8 @@
 
 namespace hostnccl {
 
+enum class Step { none, moved, over, refused };
+
 struct Message {
   Comm comm;
   Lane lane;
@@ -30,39 +32,34 @@ struct Message {
     return sends ? comm->shared.channel(lane, me, peer) : comm->shared.channel(lane, peer, me);
   }
 
-  // Moves up to one slab. Returns whether it moved anything; sets `over` when the message has ended.
-  bool advance(bool* over, ncclResult_t* result) {
+  // Moves up to one slab.
+  Step advance() {
     // relaxed, also below: the flag publishes no other data
-    if (comm->shared.header().refused.load(std::memory_order_relaxed)) {
-      *result = ncclInvalidUsage;
-      return false;
-    }
-    return sends ? send(channel(), over) : receive(channel(), over, result);
+    if (comm->shared.header().refused.load(std::memory_order_relaxed)) return Step::refused;
+    return sends ? send(channel()) : receive(channel());
   }
 
  private:
   bool whole() const { return begun && done == label.bytes; }
 
-  bool send(Channel way, bool* over) {
-    if (whole()) return *over = way.unread() == 0;
-    if (way.full()) return false;
+  Step send(Channel way) {
+    if (whole()) return way.unread() == 0 ? Step::over : Step::none;
+    if (way.full()) return Step::none;
     way.back() = label;
     pass(way.data(way.back()), data + done);
     way.push();
-    return true;
+    return Step::moved;
   }
 
-  bool receive(Channel way, bool* over, ncclResult_t* result) {
-    if (way.empty()) return false;
+  Step receive(Channel way) {
+    if (way.empty()) return Step::none;
     if (!(way.front() == label)) {
       comm->shared.header().refused.store(true, std::memory_order_relaxed);
-      *result = ncclInvalidUsage;
-      return false;
+      return Step::refused;
     }
     pass(data + done, way.data(way.front()));
     way.pop();
-    *over = whole();
-    return true;
+    return whole() ? Step::over : Step::moved;
   }
 
   void pass(std::byte* to, const std::byte* from) {
@@ -86,30 +83,11 @@ inline Group& group() {
   return the;
 }
 
-// Claims communicators for this thread while it launches.
-class Turn {
- public:
-  explicit Turn(const std::vector<Comm>& comms) {
-    for (const Comm& comm : comms) {
-      if (std::find(held_.begin(), held_.end(), comm) != held_.end()) continue;
-      if (comm->busy.exchange(true)) {
-        good_ = false;
-        return;
-      }
-      held_.push_back(comm);
-    }
+// Communicators on which this thread launches, and no other may.
+struct Claimed : std::vector<Comm> {
+  ~Claimed() {
+    for (const Comm& comm : *this) comm->busy.store(false);
   }
-  ~Turn() {
-    for (const Comm& comm : held_) comm->busy.store(false);
-  }
-  Turn(const Turn&) = delete;
-  Turn& operator=(const Turn&) = delete;
-  bool good() const { return good_; }
-  const std::vector<Comm>& comms() const { return held_; }
-
- private:
-  std::vector<Comm> held_;
-  bool good_ = true;
 };
 
 // NCCL refuses a rank's send to itself unless a receive of the same group takes it.
@@ -128,11 +106,10 @@ inline ncclResult_t run(std::vector<Message>& messages, const std::vector<Comm>&
     bool moved = false;
     for (auto& [_, line] : lines) {
       if (line.empty()) continue;
-      bool over = false;
-      ncclResult_t result = ncclSuccess;
-      moved |= line.front()->advance(&over, &result);
-      if (result != ncclSuccess) return result;
-      if (over) {
+      const Step step = line.front()->advance();
+      if (step == Step::refused) return ncclInvalidUsage;
+      moved |= step != Step::none;
+      if (step == Step::over) {
         line.pop_front();
         --left;
       }
@@ -154,16 +131,20 @@ inline ncclResult_t stall(const std::vector<Comm>& comms) {
 inline ncclResult_t launch(Group& ready) {
   if (ready.comms.empty()) return ncclSuccess;
   if (!paired_with_itself(ready.messages)) return ncclInvalidUsage;
-  const Turn turn(ready.comms);
-  if (!turn.good()) return ncclInvalidUsage;
+  Claimed comms;
+  for (const Comm& comm : ready.comms) {
+    if (std::find(comms.begin(), comms.end(), comm) != comms.end()) continue;
+    if (comm->busy.exchange(true)) return ncclInvalidUsage;
+    comms.push_back(comm);
+  }
   ncclResult_t result;
   switch (due()) {
     case Fault::fail: result = request().result.load(); break;
-    case Fault::stall: result = stall(turn.comms()); break;
-    default: result = run(ready.messages, turn.comms());
+    case Fault::stall: result = stall(comms); break;
+    default: result = run(ready.messages, comms);
   }
   if (result != ncclSuccess) {
-    for (const Comm& comm : turn.comms()) comm->error.store(result);
+    for (const Comm& comm : comms) comm->error.store(result);
     return result;
   }
   for (const auto& act : ready.after) act();
