@@ -62,11 +62,8 @@ inline Comm find(ncclComm* handle) {
 
 inline Comm forget(ncclComm* handle) {
   std::lock_guard lock(handles().mutex);
-  const auto found = handles().all.find(handle);
-  if (found == handles().all.end()) return nullptr;
-  Comm comm = found->second;
-  handles().all.erase(found);
-  return comm;
+  const auto node = handles().all.extract(handle);
+  return node ? node.mapped() : nullptr;
 }
 
 // Attaches as `rank`. All ranks must attach before any may communicate: see `meet`.

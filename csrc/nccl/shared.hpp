@@ -125,10 +125,7 @@ inline ncclResult_t offer(ncclUniqueId* id) {
 
 inline void withdraw(std::uint64_t token) {
   std::lock_guard lock(offers().mutex);
-  const auto found = offers().files.find(token);
-  if (found == offers().files.end()) return;
-  ::close(found->second);
-  offers().files.erase(found);
+  if (const auto node = offers().files.extract(token)) ::close(node.mapped());
 }
 
 // Opens an id's file and grows it to the size for so many ranks. Returns its descriptor, or -1.
