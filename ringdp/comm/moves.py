@@ -18,7 +18,7 @@ from ringdp.comm.job import Arg, CallSpec, Issuer, Job, changes
 from ringdp.comm.work import Work
 from ringdp.errors import UsageError
 from ringdp.schedule import Builder, Program
-from ringdp.transport.bounds import bounds_of, own_bounds, own_part, pair_bounds
+from ringdp.transport.bounds import bounds_of, own_bounds, pair_bounds
 from ringdp.transport.repeated import repeated
 
 
@@ -133,8 +133,7 @@ class Moves(Issuer):
             if buffer is not None:
                 piece = without_overlap(piece, buffer, same(buffer[self._part(shards)], input))
             return self._issue(Job(by, bounds_of(shards), buffer, piece, finish, root=root), spec)
-        cuts = own_bounds(shards, by)
-        part = own_part(cuts, by)
+        cuts, part = own_bounds(shards, by)
         if out is None and part == slice(0, cuts[-1]) and not by.changes:
             buffer = flat(input).data
         else:
@@ -191,8 +190,7 @@ class Moves(Issuer):
             given, bounds = source and without_overlap(source.data, out.data), bounds_of(shards)
             job = Job(by, bounds, given, out.data, out.copy_back, root=spec.root)
             return self._issue(job, spec)
-        cuts = own_bounds(shards, by)
-        part = own_part(cuts, by)
+        cuts, part = own_bounds(shards, by)
         if source:
             copied = source.original is not None
             buffer = source.data if copied or not by.changes else source.data.clone()

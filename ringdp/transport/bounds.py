@@ -55,18 +55,17 @@ def uneven_bounds(shards: tuple[int, ...], program: Program) -> Bounds:
 
 
 @lru_cache(maxsize=MOST)
-def own_bounds(shards: tuple[int, ...], program: Program) -> Bounds:
-    """Like `uneven_bounds`, but chunks that this rank neither owns nor touches are empty."""
+def own_bounds(shards: tuple[int, ...], program: Program) -> tuple[Bounds, slice]:
+    """Like `uneven_bounds`, but chunks that this rank neither owns nor touches are empty.
+
+    Also returns this rank's shard of a buffer with these bounds.
+    """
     each = program.chunks // program.ranks
-    kept = program.touched | set(range(program.rank * each, (program.rank + 1) * each))
+    first, end = program.rank * each, (program.rank + 1) * each
+    kept = program.touched | set(range(first, end))
     whole = enumerate(pairwise(uneven_bounds(shards, program)))
-    return bounds_of(end - begin if c in kept else 0 for c, (begin, end) in whole)
-
-
-def own_part(bounds: Bounds, program: Program) -> slice:
-    """Return this rank's shard of a buffer with `own_bounds`."""
-    each = program.chunks // program.ranks
-    return slice(bounds[program.rank * each], bounds[(program.rank + 1) * each])
+    bounds = bounds_of(stop - start if c in kept else 0 for c, (start, stop) in whole)
+    return bounds, slice(bounds[first], bounds[end])
 
 
 def pair_bounds(rank: int, sent: Sequence[int], received: Sequence[int]) -> Bounds:
