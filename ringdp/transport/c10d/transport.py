@@ -189,9 +189,7 @@ class C10dTransport(Transport):
         return torch.empty(shape, dtype=dtype)
 
     def wait(self, ticket: int, timeout: float) -> bool:
-        self._failures.changed.wait_for(
-            lambda: ticket not in self._open or self._failures.failure, timeout
-        )
+        self._failures.wait_until(lambda: ticket not in self._open, timeout)
         if ticket in self._open and self._failures.failure is None and timeout > 0:
             self._messages.put(self._watch)
         return ticket not in self._open

@@ -115,16 +115,12 @@ class Watching(C10dTransport):
         if not self._forked:
             if not hasattr(sys, "last_type"):  # the error that ends the process
                 self._await_promised()
-            self._failures.changed.wait_for(
-                lambda: self._failures.failure or not self._busy(), QUIET
-            )
+            self._failures.wait_until(lambda: not self._busy(), QUIET)
             self._say_unheard()
         super().end()
 
     def _await_promised(self) -> None:
-        self._failures.changed.wait_for(
-            lambda: self._failures.failure or all(w.kept is not None for w in list(self._under_way))
-        )
+        self._failures.wait_until(lambda: all(w.kept is not None for w in list(self._under_way)))
 
     def _say_unheard(self) -> None:
         failure, number = self._failures.failure, self._status.under_way()
@@ -139,7 +135,7 @@ class Watching(C10dTransport):
 
         Raises UsageError if some are still under way after `QUIET` seconds.
         """
-        self._failures.changed.wait_for(lambda: not self._busy() or self._failures.failure, QUIET)
+        self._failures.wait_until(lambda: not self._busy(), QUIET)
         if self._busy():
             raise UsageError(
                 "capture with collectives under way; allowed: after torch.cuda.synchronize()"
@@ -182,10 +178,8 @@ class Watching(C10dTransport):
     def _until_failure(self) -> None:
         self._streams.watch()
         while self._failures.failure is None:
-            self._failures.changed.wait_for(
-                lambda: self._busy() or self._failures.failure,
-                LOOK if self._captured else None,  # a graph replay notifies nobody, so poll
-            )
+            # a graph replay notifies nobody, so poll
+            self._failures.wait_until(self._busy, LOOK if self._captured else None)
             with self._translated():
                 self._reap()
                 self._check_health()

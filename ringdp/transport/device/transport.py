@@ -127,9 +127,7 @@ class DeviceTransport(Watching):
             self._failures.changed.ring()
 
         self._launches.put(tell)
-        self._failures.changed.wait_for(
-            lambda: self._failures.failure or (launched and not self._under_way)
-        )
+        self._failures.wait_until(lambda: launched and not self._under_way)
 
     # --- issuing: `_run_on_device` is on the issuing thread, unless a graph is captured
 

@@ -68,6 +68,10 @@ class Failures:
                 self.failure = _parsed(first, self.rank, self.ranks)
         self.changed.ring()
 
+    def wait_until(self, holds: Callable[[], object], timeout: float | None = None) -> None:
+        """Return when `holds()` is true or there is a failure, or after `timeout` seconds."""
+        self.changed.wait_for(lambda: self.failure or holds(), timeout)
+
     def close(self, finished: int) -> None:
         """Record that this rank closes, having finished so many collectives. Its own waits end,
         and ranks that wait for it will notice."""
