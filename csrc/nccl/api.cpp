@@ -30,14 +30,14 @@ ncclResult_t tell(ncclComm_t handle, Value* out, Of of) {
 // Makes a launch of this process fail after `launches` that succeed: see fault.hpp.
 RINGDP_API ncclResult_t hostNcclFault(int what, int launches, ncclResult_t result) {
   if (what < 0 || what > int(Fault::lose) || launches < 0) return ncclInvalidArgument;
-  request().launches.store(launches);
-  request().result.store(result);
-  request().what.store(Fault(what));
+  request.launches.store(launches);
+  request.result.store(result);
+  request.what.store(Fault(what));
   return ncclSuccess;
 }
 
 // Returns whether that launch is still to come.
-RINGDP_API int hostNcclFaultIsDue() { return request().what.load() != Fault::none; }
+RINGDP_API int hostNcclFaultIsDue() { return request.what.load() != Fault::none; }
 
 RINGDP_API ncclResult_t ncclGetVersion(int* version) {
   if (!version) return ncclInvalidArgument;

@@ -49,20 +49,17 @@ struct Handles {
   std::mutex mutex;
   std::map<ncclComm*, Comm> all;
 };
-inline Handles& handles() {
-  static Handles the;
-  return the;
-}
+inline Handles handles;
 
 inline Comm find(ncclComm* handle) {
-  std::lock_guard lock(handles().mutex);
-  const auto found = handles().all.find(handle);
-  return found == handles().all.end() ? nullptr : found->second;
+  std::lock_guard lock(handles.mutex);
+  const auto found = handles.all.find(handle);
+  return found == handles.all.end() ? nullptr : found->second;
 }
 
 inline Comm forget(ncclComm* handle) {
-  std::lock_guard lock(handles().mutex);
-  const auto node = handles().all.extract(handle);
+  std::lock_guard lock(handles.mutex);
+  const auto node = handles.all.extract(handle);
   return node ? node.mapped() : nullptr;
 }
 
@@ -88,8 +85,8 @@ inline ncclResult_t attach(Comm* comm, int ranks, const ncclUniqueId& id, int ra
 inline ncclComm* meet(const Comm& comm) {
   for (Pause pause; comm->shared.header().attached.load() < comm->ranks;) pause.rest();
   withdraw(comm->shared.header().token);
-  std::lock_guard lock(handles().mutex);
-  handles().all[comm.get()] = comm;
+  std::lock_guard lock(handles.mutex);
+  handles.all[comm.get()] = comm;
   return comm.get();
 }
 

@@ -23,17 +23,13 @@ struct Request {
   std::atomic<ncclResult_t> result{ncclSuccess};
 };
 
-inline Request& request() {
-  static Request the;
-  return the;
-}
+inline Request request;
 
 // Returns the fault for the launch that begins now.
 inline Fault due() {
-  Request& requested = request();
-  const Fault what = requested.what.load();
-  if (what == Fault::none || requested.launches.fetch_sub(1) > 0) return Fault::none;
-  requested.what.store(Fault::none);
+  const Fault what = request.what.load();
+  if (what == Fault::none || request.launches.fetch_sub(1) > 0) return Fault::none;
+  request.what.store(Fault::none);
   if (what == Fault::lose) kill(getpid(), SIGKILL);
   return what;
 }

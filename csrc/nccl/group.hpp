@@ -139,7 +139,7 @@ inline ncclResult_t launch(Group& ready) {
   }
   ncclResult_t result;
   switch (due()) {
-    case Fault::fail: result = request().result.load(); break;
+    case Fault::fail: result = request.result.load(); break;
     case Fault::stall: result = stall(comms); break;
     default: result = run(ready.messages, comms);
   }

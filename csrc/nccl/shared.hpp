@@ -95,10 +95,7 @@ struct Offers {
   std::mutex mutex;
   std::map<std::uint64_t, int> files;  // by token
 };
-inline Offers& offers() {
-  static Offers the;
-  return the;
-}
+inline Offers offers;
 
 inline ncclResult_t offer(ncclUniqueId* id) {
   const int fd = memfd_create("ringdp-hostnccl", MFD_CLOEXEC);
@@ -118,14 +115,14 @@ inline ncclResult_t offer(ncclUniqueId* id) {
   const Place place{kMagic, token, getpid(), fd};
   std::memset(id, 0, sizeof *id);
   std::memcpy(id, &place, sizeof place);
-  std::lock_guard lock(offers().mutex);
-  offers().files[token] = fd;
+  std::lock_guard lock(offers.mutex);
+  offers.files[token] = fd;
   return ncclSuccess;
 }
 
 inline void withdraw(std::uint64_t token) {
-  std::lock_guard lock(offers().mutex);
-  if (const auto node = offers().files.extract(token)) ::close(node.mapped());
+  std::lock_guard lock(offers.mutex);
+  if (const auto node = offers.files.extract(token)) ::close(node.mapped());
 }
 
 // Opens an id's file and grows it to the size for so many ranks. Returns its descriptor, or -1.
