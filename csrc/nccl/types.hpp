@@ -56,25 +56,17 @@ inline std::size_t size_of(ncclDataType_t type) {
   return type < 0 || type > ncclFloat8e5m2 ? 0 : sizes[type];
 }
 
+// By type: its index in transport.base.DTYPES, or -1 if no sums of it are needed.
+constexpr int kDtypes[] = {4, 5, 6, -1, 7, -1, 2, 0, 1, 3, -1, -1};
+
 inline bool reduces(ncclDataType_t type, ncclRedOp_t op) {
-  return type >= 0 && type <= ncclBfloat16 && op >= 0 && op <= ncclAvg;
+  return size_of(type) && kDtypes[type] >= 0 && op >= 0 && op <= ncclAvg;
 }
 
 inline ringdp::Dtype arithmetic(ncclDataType_t type, ncclRedOp_t op) {
   using ringdp::Op;
   constexpr Op ops[] = {Op::sum, Op::prod, Op::max, Op::min, Op::avg};
-  switch (type) {
-    case ncclInt8: return ringdp::pick<std::int8_t>(ops[op]);
-    case ncclUint8: return ringdp::pick<std::uint8_t>(ops[op]);
-    case ncclInt32: return ringdp::pick<std::int32_t>(ops[op]);
-    case ncclUint32: return ringdp::pick<std::uint32_t>(ops[op]);
-    case ncclInt64: return ringdp::pick<std::int64_t>(ops[op]);
-    case ncclUint64: return ringdp::pick<std::uint64_t>(ops[op]);
-    case ncclFloat16: return ringdp::pick<ringdp::float16>(ops[op]);
-    case ncclFloat32: return ringdp::pick<float>(ops[op]);
-    case ncclFloat64: return ringdp::pick<double>(ops[op]);
-    default: return ringdp::pick<ringdp::bfloat16>(ops[op]);
-  }
+  return ringdp::dtype(kDtypes[type], int(ops[op]));
 }
 
 }  // namespace hostnccl
