@@ -120,3 +120,16 @@ RINGDP_DEVICE inline T apply(T a, T b) {
 }
 
 }  // namespace ringdp
+
+// Calls a macro for every dtype, in the order of transport.base.DTYPES, with its name in torch.
+#define RINGDP_EACH_DTYPE(CALL)     \
+  CALL(float32, float)              \
+  CALL(float64, double)             \
+  CALL(float16, ringdp::float16)    \
+  CALL(bfloat16, ringdp::bfloat16)  \
+  CALL(int8, std::int8_t)           \
+  CALL(uint8, std::uint8_t)         \
+  CALL(int32, std::int32_t)         \
+  CALL(int64, std::int64_t)         \
+  CALL(bool, bool)                  \
+  CALL(int16, std::int16_t)

@@ -103,18 +103,9 @@ Dtype pick(Op op) {
 
 // `code` and `op` are indices of transport.base.DTYPES and REDUCE_OPS.
 inline Dtype dtype(int code, int op) {
-  switch (code) {
-    case 0: return pick<float>(Op(op));
-    case 1: return pick<double>(Op(op));
-    case 2: return pick<float16>(Op(op));
-    case 3: return pick<bfloat16>(Op(op));
-    case 4: return pick<std::int8_t>(Op(op));
-    case 5: return pick<std::uint8_t>(Op(op));
-    case 6: return pick<std::int32_t>(Op(op));
-    case 7: return pick<std::int64_t>(Op(op));
-    case 8: return pick<bool>(Op(op));
-    case 9: return pick<std::int16_t>(Op(op));
-  }
+#define RINGDP_PICK(name, T) \
+  if (code-- == 0) return pick<T>(Op(op));
+  RINGDP_EACH_DTYPE(RINGDP_PICK)
   throw std::invalid_argument("unknown dtype code");
 }
 

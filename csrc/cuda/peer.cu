@@ -1,7 +1,6 @@
 // The kernels: grid (1, channels, ranks in this launch), one block each. The launch is cooperative:
 // blocks wait for one another, so either all are resident or the driver refuses the launch. Two blocks
 // fit a multiprocessor: while the leader of one waits, the team of the other moves data.
-#include "dtypes.hpp"
 #include "rows.hpp"
 
 namespace ringdp {

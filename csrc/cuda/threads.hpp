@@ -9,7 +9,6 @@
 #include <thread>
 #include <vector>
 
-#include "dtypes.hpp"
 #include "rows.hpp"
 
 namespace ringdp {
