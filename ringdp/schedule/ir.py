@@ -10,7 +10,7 @@ check shapes only; `verify` proves the result.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -76,15 +76,11 @@ class Schedule:
             raise ScheduleError(
                 f"beside() joins schedules over the same ranks, got {self.ranks} and {other.ranks}"
             )
-        ranks, chunks, scratch = range(self.ranks), self.chunks + other.chunks, self.scratch
-        own = [*range(self.chunks), *range(chunks, chunks + scratch)]
-        others = [
-            *range(self.chunks, chunks),
-            *range(chunks + scratch, chunks + scratch + other.scratch),
-        ]
-        parts = ((self, own), (other, others))
-        renamed = [tuple(_rename(r, ranks, names) for r in part.rounds) for part, names in parts]
-        return Schedule.together([Schedule(self.ranks, chunks, rounds) for rounds in renamed])
+        n, chunks = self.ranks, self.chunks + other.chunks
+        own = self.embed(range(n), range(self.chunks), into=(n, chunks))
+        # Its scratch comes behind ours, as if that were chunks, too.
+        others = other.embed(range(n), range(self.chunks, chunks), into=(n, chunks + self.scratch))
+        return Schedule.together([own, replace(others, chunks=chunks)])
 
     @staticmethod
     def together(parts: Sequence[Schedule]) -> Schedule:
@@ -125,7 +121,14 @@ class Schedule:
         scratch = range(c, c + self.scratch * cuts)
         pieces += [list(scratch[s * cuts : (s + 1) * cuts]) for s in range(self.scratch)]
         names = [[piece[cut] for piece in pieces] for cut in range(cuts)]
-        rounds = [tuple(t for cut in names for t in _rename(r, ranks, cut)) for r in self.rounds]
+        rounds = [
+            tuple(
+                Transfer(ranks[t.src], ranks[t.dst], cut[t.read], cut[t.write], t.reduce)
+                for cut in names
+                for t in transfers
+            )
+            for transfers in self.rounds
+        ]
         return Schedule(n, c, tuple(rounds))
 
     def transpose(self) -> Schedule:
@@ -165,13 +168,6 @@ def _round(r: int, given: object) -> Round:
     raise UsageError(
         f"Schedule: round {r} is {short(given)}; allowed: a tuple of Transfers, one of them as "
         "(Transfer(...),)"
-    )
-
-
-def _rename(transfers: Round, ranks: Sequence[int], chunks: Sequence[int]) -> Round:
-    return tuple(
-        Transfer(ranks[t.src], ranks[t.dst], chunks[t.read], chunks[t.write], t.reduce)
-        for t in transfers
     )
 
 
