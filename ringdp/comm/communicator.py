@@ -26,13 +26,11 @@ from ringdp.comm.work import Group, Work
 from ringdp.errors import UsageError
 from ringdp.tape import recorder
 from ringdp.transport import heap
-from ringdp.transport.arena import Arena
 from ringdp.transport.base import FailureKind, Transport
 
-# (name, ranks, timeout, parent, arena) -> a transport over those ranks of the job; collective over
-# them. The name is unique. `parent` is the transport over which the ranks agreed to make this one.
-# `arena` is that of another transport over the same ranks, which this one shares.
-Connect = Callable[[str, Sequence[int], float, Transport | None, Arena | None], Transport]
+# (name, ranks, timeout, parent) -> a transport over those ranks of the job; collective over them.
+# The name is unique. `parent` is the transport over which the ranks agreed to make this one.
+Connect = Callable[[str, Sequence[int], float, Transport | None], Transport]
 
 
 @uncompiled
@@ -52,7 +50,6 @@ class Communicator(Reductions, Moves, Messages, Traced):
         timeout: float,
         warn_after: float,
         parent: Transport | None = None,
-        arena: Arena | None = None,
         duplicates: WeakSet[Transport] | None = None,
     ) -> None:
         """Collective over `ranks`: the job's numbers of the ranks, which are 0, 1, ... here.
@@ -63,7 +60,7 @@ class Communicator(Reductions, Moves, Messages, Traced):
             raise UsageError(f"a communicator of {len(ranks)} ranks; allowed: at most {ANY_RANK}")
         self._connect, self._ranks, self._name = connect, tuple(ranks), name
         self._siblings = WeakSet[Transport]() if duplicates is None else duplicates  # this one, too
-        transport = connect(name, self._ranks, timeout, parent, arena)
+        transport = connect(name, self._ranks, timeout, parent)
         super().__init__(transport, Guard(transport, warn_after, self._siblings))
         self._siblings.add(transport)
         if self.device.type == "cpu":
@@ -119,7 +116,7 @@ class Communicator(Reductions, Moves, Messages, Traced):
         Collective: every rank must call it.
         """
         name = self._agreed(self.all_reduce, torch.zeros(1))
-        return self._create(name, self._ranks, self._transport.arena, self._siblings)
+        return self._create(name, self._ranks, self._siblings)
 
     def name_tags(self, units: Sequence[str]) -> None:
         """Make errors show units[tag] as the unit of a collective."""
@@ -160,11 +157,7 @@ class Communicator(Reductions, Moves, Messages, Traced):
         return f"{self._name}.{self.issued}"
 
     def _create(
-        self,
-        name: str,
-        ranks: Sequence[int],
-        arena: Arena | None = None,
-        duplicates: WeakSet[Transport] | None = None,
+        self, name: str, ranks: Sequence[int], duplicates: WeakSet[Transport] | None = None
     ) -> Communicator:
         created = Communicator(
             self._connect,
@@ -173,7 +166,6 @@ class Communicator(Reductions, Moves, Messages, Traced):
             timeout=self.timeout,
             warn_after=self._guard.warn_after,
             parent=self._transport,
-            arena=arena,
             duplicates=duplicates,
         )
         self._children.add(created)

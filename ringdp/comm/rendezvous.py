@@ -24,7 +24,6 @@ from ringdp.comm.communicator import Communicator
 from ringdp.comm.guard import log_unraised
 from ringdp.comm.store import generation, host, job_store, meeting
 from ringdp.errors import CollectiveTimeout, CommunicationError, PeerLost, UsageError
-from ringdp.transport.arena import Arena
 from ringdp.transport.base import Link, Transport
 from ringdp.transport.c10d.transport import C10dTransport
 from ringdp.transport.c10d.wire import gloo
@@ -252,12 +251,7 @@ class _Connector:
     link: Link | None
 
     def __call__(
-        self,
-        name: str,
-        ranks: Sequence[int],
-        timeout: float,
-        parent: Transport | None,
-        arena: Arena | None,
+        self, name: str, ranks: Sequence[int], timeout: float, parent: Transport | None
     ) -> Transport:
         first = PrefixStore(self.whole, self.store)
         places = Places(first, ranks, parent.failure) if parent else None
@@ -268,7 +262,8 @@ class _Connector:
         handshake = Handshake(store, here, size, timeout, places)
         with handshake.session():
             if self.transport == "shm":
-                return ShmTransport(handshake, arena=arena, link=self.link)
+                shared = parent.arena if parent and parent.ranks == size else None
+                return ShmTransport(handshake, arena=shared, link=self.link)
             if here == 0:
                 handshake.run(lambda: self._list(f"{name} {size}"))
             # A wait for a key blocks the store's connection, and gloo waits; so gloo gets its own.

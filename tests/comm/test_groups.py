@@ -42,6 +42,10 @@ def check_split(comm: Communicator) -> None:
     x = torch.tensor([me])
     backwards.broadcast(x, 0)
     assert x == n - 1
+    shared = comm.empty(100_000).fill_(me)  # in memory that the two share, if they share any
+    backwards.all_reduce(shared)
+    assert torch.all(shared == sum(range(n)))
+    assert backwards._transport.arena is comm._transport.arena
 
     alone = comm.split(me)
     assert alone is not None

@@ -268,7 +268,7 @@ def test_the_staging_of_a_captured_graph_is_kept(comm: Communicator) -> None:
 def test_a_barrier_runs_on_the_host(comm: Communicator) -> None:
     """A barrier sends no data: the transport's tensors are elsewhere, and nothing launched is
     waited for."""
-    transport = comm._connect("met", comm._ranks, comm.timeout, comm._transport, None)
+    transport = comm._connect("met", comm._ranks, comm.timeout, comm._transport)
     transport.device = torch.device("meta")
     other = Communicator(
         lambda *_: transport, comm._ranks, name="met", timeout=60.0, warn_after=60.0
