@@ -11,6 +11,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "adamw.hpp"
+#include "grouping.hpp"
 #include "mailbox.hpp"
 #include "norm.hpp"
 #include "repeated.hpp"
@@ -173,12 +174,15 @@ NB_MODULE(_core, m) {
   nb::class_<Ready>(m, "Ready", nb::type_slots(ready_slots))
       .def(nb::init<int, int, nb::handle, nb::handle, nb::handle>(), nb::arg("rank"), nb::arg("ranks"),
            nb::arg("table"), nb::arg("tensor"), nb::arg("parameter"))
-      .def_rw("grouped", &Ready::grouped)
       .def_prop_rw("told", [](Ready&) { return Sites::of_python().told; },
                    [](Ready&, bool told) { Sites::of_python().told = told; })
       .def("learn", &Ready::learn)
       .def("forget", &Ready::forget)
       .def("remember", &Ready::remember);
+  nb::class_<Grouping>(m, "Grouping")
+      .def(nb::init<nb::object, nb::object, bool>(), nb::arg("comm"), nb::arg("group"), nb::arg("waits"))
+      .def("__enter__", &Grouping::enter)
+      .def("__exit__", [](Grouping& self, nb::args error) { self.exit(error[0]); });
   m.attr("Repeated") = repeated_type();
   m.def("call_site", [] { return Sites::of_python().here(); });
   m.def("learn_sites", [](nb::object line, nb::bytes nowhere) {

@@ -1,7 +1,10 @@
 from collections.abc import Callable, Sequence
 from types import FrameType
+from typing import Generic, TypeVar
 
 from torch import Tensor
+
+T = TypeVar("T")
 
 CALLS: int
 SLICE: float
@@ -93,7 +96,6 @@ class Prepared:
     def run(self, whole: Tensor | None, part: Tensor | None, site: bytes, /) -> int: ...
 
 class Ready:
-    grouped: bool
     told: bool
     def __init__(
         self, rank: int, ranks: int, table: object, tensor: type, parameter: type
@@ -112,6 +114,11 @@ class Ready:
         /,
     ) -> None: ...
     def forget(self) -> None: ...
+
+class Grouping(Generic[T]):
+    def __init__(self, comm: object, group: T, waits: bool) -> None: ...
+    def __enter__(self) -> T: ...
+    def __exit__(self, *error: object) -> None: ...
 
 def call_site() -> bytes:
     """Return the file:line of the innermost frame that is the user's."""

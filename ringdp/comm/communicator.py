@@ -7,8 +7,8 @@ may use a communicator; give every other thread a `duplicate`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from weakref import WeakSet
 
 import torch
@@ -27,6 +27,7 @@ from ringdp.errors import UsageError
 from ringdp.tape import recorder
 from ringdp.transport import heap
 from ringdp.transport.base import FailureKind, Transport
+from ringdp.transport.threads import Grouping
 
 # (name, ranks, timeout, parent) -> a transport over those ranks of the job; collective over them.
 # The name is unique. `parent` is the transport over which the ranks agreed to make this one.
@@ -171,28 +172,14 @@ class Communicator(Reductions, Moves, Messages, Traced):
         self._children.add(created)
         return created
 
-    @contextmanager
-    def group(self, *, async_op: bool = False) -> Iterator[Group]:
+    def group(self, *, async_op: bool = False) -> AbstractContextManager[Group]:
         """Issue the calls of the block without waiting, and wait for all of them at its end.
 
         With `async_op` the block does not wait; wait for the Group that it yields. An error in the
         block propagates, and the calls issued before it keep running.
         """
         check_async("group", async_op)
-        outer, group = self._group, Group()
-        self._collect(group)
-        try:
-            yield group
-        finally:
-            self._collect(outer)
-        if not async_op:
-            group.wait()
-
-    def _collect(self, group: Group | None) -> None:
-        """Add the works of later calls to `group`, or to none."""
-        self._group = group
-        if self._ready:
-            self._ready.grouped = group is not None
+        return Grouping(self, Group(), not async_op)
 
     def sent_bytes(self) -> int:
         """Return the number of payload bytes that this rank has sent over this communicator."""

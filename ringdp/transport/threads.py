@@ -10,7 +10,7 @@ Note [Ctrl-C comes after any call]
     call puts it into a thread's queue, and only assignments come just before that call. A waiting
     thread holds no lock that Python code acquires, as Condition and Future do: an interrupt between
     acquiring it and entering the block that releases it would leave all others waiting for ever. A
-    C lock in a `with` is safe.
+    C lock in a `with` is safe, and so is `Grouping`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakSet
 
 import torch
+
+from ringdp._core import Grouping as Grouping  # the block of Communicator.group
 
 PATIENCE = 1.0  # seconds at exit for all threads together; a late one waits for a lost event
 T = TypeVar("T")

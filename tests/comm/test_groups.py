@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+from itertools import count
 
 import pytest
 import torch
@@ -184,3 +186,26 @@ def test_repr_shows_label_rank_size_and_transport(ranks):
         "<gradients: rank 1 of 2 over shm>",
         "<communicator NAME: rank 0 of 1 over shm>",
     ]
+
+
+@on_ranks(2)
+def test_ctrl_c_as_a_group_begins_or_ends_does_not_leave_it_open(comm: Communicator) -> None:
+    for interrupted_call in count():
+        calls = count()
+
+        def interrupt(*_: object) -> None:
+            if next(calls) == interrupted_call:  # noqa: B023
+                raise KeyboardInterrupt
+
+        sys.settrace(interrupt)  # it is called as a function begins
+        try:
+            with comm.group():
+                pass
+        except KeyboardInterrupt:
+            comm.isend(torch.ones(1), 1 - comm.rank)
+            comm.recv(torch.ones(1))  # an error in a group
+        else:
+            break
+        finally:
+            sys.settrace(None)
+    assert interrupted_call > 1
