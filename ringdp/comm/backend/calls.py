@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
+from torch.profiler import record_function
 
-from ringdp.comm.backend.works import ENDED, UNLIMITED, Finish, GroupWork, Span, Watcher, span_of
+from ringdp.comm.backend.works import ENDED, UNLIMITED, Finish, GroupWork, Watcher, span_of
 from ringdp.comm.buffers import plain
 from ringdp.comm.communicator import Communicator
 from ringdp.comm.work import Work
@@ -76,10 +77,10 @@ class Calls:
             work.wait()
         return self._tracked(work, span)
 
-    def _tracked(self, work: GroupWork, span: Span | None) -> GroupWork:
+    def _tracked(self, work: GroupWork, span: record_function | None) -> GroupWork:
         """Let the span end with the work, and `_end_coalescing` return it with others."""
         if span is not None:
-            span.end_with(work)
+            span._call_end_callbacks_on_future(work.get_future())  # type: ignore[arg-type]
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work

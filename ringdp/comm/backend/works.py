@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.distributed import Work as TorchWork
+from torch.profiler import record_function
 
 from ringdp.comm.backend import futures
 from ringdp.comm.messages import Received
@@ -148,20 +149,13 @@ class GroupWork(TorchWork):
 ENDED = GroupWork((), (), (), None, None)  # the work of a call that has completed
 
 
-class Span:
-    """A call in torch's profiler, from now until its future completes."""
-
-    def __init__(self, what: str) -> None:
-        self._record = torch.profiler.record_function(f"ringdp:{what}")
-        self._record.__enter__()  # type: ignore[no-untyped-call]
-
-    def end_with(self, work: GroupWork) -> None:
-        self._record._call_end_callbacks_on_future(work.get_future())  # type: ignore[arg-type]
-
-
-def span_of(what: str) -> Span | None:
-    """Return a Span if torch's profiler is active, else None."""
-    return Span(what) if torch.autograd.profiler._is_profiler_enabled else None
+def span_of(what: str) -> record_function | None:
+    """Begin a call's span in torch's profiler, if that is active."""
+    if not torch.autograd.profiler._is_profiler_enabled:
+        return None
+    span = record_function(f"ringdp:{what}")
+    span.__enter__()  # type: ignore[no-untyped-call]
+    return span
 
 
 def all_of(groups: Sequence[GroupWork], watcher: Watcher) -> GroupWork:
