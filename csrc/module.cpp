@@ -5,6 +5,7 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/tuple.h>
@@ -12,6 +13,7 @@
 
 #include "adamw.hpp"
 #include "grouping.hpp"
+#include "launches.hpp"
 #include "mailbox.hpp"
 #include "norm.hpp"
 #include "repeated.hpp"
@@ -239,10 +241,30 @@ NB_MODULE(_core, m) {
       },
       nb::arg("buffers"), nb::arg("bfloat"), nb::arg("elems"), nb::arg("factors"), nb::arg("threads"),
       nb::call_guard<nb::gil_scoped_release>());
-  nb::class_<Tensors>(m, "Tensors")
-      .def(nb::init<nb::handle, nb::handle, nb::handle>(), nb::arg("table"), nb::arg("tensor"),
-           nb::arg("parameter"))
-      .def("seen", &Tensors::seen, nb::arg("tensors"), nb::arg("offsets").none());
+  nb::class_<Driver>(m, "Driver")
+      .def(
+          "__init__",
+          [](Driver* self, const std::array<std::uintptr_t, 4>& functions) {
+            new (self) Driver;
+            std::memcpy(self, functions.data(), sizeof *self);
+          },
+          nb::arg("functions"));
+  nb::class_<Launch>(m, "Launch")
+      .def(nb::init<const Driver&, std::uintptr_t, unsigned, unsigned, unsigned, std::string_view,
+                    nb::tuple>(),
+           nb::arg("driver"), nb::arg("function"), nb::arg("programs"), nb::arg("threads"),
+           nb::arg("shared"), nb::arg("kinds"), nb::arg("values"))
+      .def("run",
+           [](const Launch& self, std::intptr_t stream, nb::tuple late) {
+             return self.run(reinterpret_cast<void*>(stream), late);
+           },
+           nb::arg("stream"), nb::arg("late"));
+  nb::class_<Repeats>(m, "Repeats")
+      .def(nb::init<nb::handle, nb::handle, nb::handle, std::size_t, std::size_t>(), nb::arg("table"),
+           nb::arg("tensor"), nb::arg("parameter"), nb::arg("calls"), nb::arg("bytes"))
+      .def("again", &Repeats::again, nb::arg("tensors"), nb::arg("offsets").none(), nb::arg("late"))
+      .def("keep", &Repeats::keep, nb::arg("tensors"), nb::arg("offsets").none(), nb::arg("launches"),
+           nb::arg("held") = nb::list());
   m.def(
       "squared_norm",
       [](int floats, const std::vector<std::pair<std::uintptr_t, std::size_t>>& tensors, std::size_t threads) {

@@ -40,7 +40,8 @@ struct DlExchange {
   DlVersion version;
   const DlExchange* older;
   void *allocate, *export_owned, *import_owned;
-  int (*view)(PyObject*, DlTensor*);  // 0, or -1 and a Python error
+  int (*view)(PyObject*, DlTensor*);  // these return 0, or -1 and a Python error
+  int (*stream)(std::int32_t device, std::int32_t device_number, void** stream);
 };
 
 // The buffer of a plain tensor: on the CPU, contiguous, of a real dtype.
@@ -64,7 +65,7 @@ class Tensors {
   // Returns the buffer of a plain tensor, else nothing. Python flattens other tensors, slowly.
   std::optional<Plain> plain(nb::handle object) {
     const auto seen = viewed(object);
-    if (!seen || seen->device != kCpu) return std::nullopt;
+    if (!seen || seen->device != kCpu || code(*seen) < 0) return std::nullopt;
     std::int64_t elements = 1;
     for (int d = seen->dimensions - 1; d >= 0; --d) {
       if (seen->shape[d] != 1 && seen->strides && seen->strides[d] != elements) return std::nullopt;
@@ -76,34 +77,41 @@ class Tensors {
     return found;
   }
 
-  // Returns bytes that are equal if and only if all tensors' memory, layouts, dtypes, devices and `offsets`
-  // (or None) are. Returns None if a tensor is of no real dtype or of another class.
-  nb::object seen(nb::handle tensors, nb::handle offsets) {
-    const auto is_list = [](nb::handle x) { return PyList_CheckExact(x.ptr()); };
-    if (!is_list(tensors) || !(offsets.is_none() || is_list(offsets))) return nb::none();
-    numbers_.clear();
-    numbers_.push_back(std::int64_t(nb::len(tensors)));
-    for (nb::handle tensor : nb::borrow<nb::list>(tensors)) {
+  // Appends numbers that are equal if and only if all tensors' memory, layouts, dtypes, devices, `offsets`
+  // (or None) and the last tensor's current stream are; that is the last number. Returns false if a tensor
+  // is of another class.
+  bool describe(nb::list tensors, nb::handle offsets, std::vector<std::int64_t>& numbers) {
+    DlTensor last{};
+    numbers.push_back(std::int64_t(nb::len(tensors)));
+    for (nb::handle tensor : tensors) {
       const auto found = viewed(tensor);
-      if (!found || !found->strides) return nb::none();
-      numbers_.push_back(reinterpret_cast<std::intptr_t>(found->data) + std::int64_t(found->byte_offset));
-      numbers_.push_back(std::int64_t(code(*found)) << 48 | std::int64_t(found->dimensions) << 32 |
-                         std::int64_t(found->device) << 16 | found->device_number);
-      numbers_.insert(numbers_.end(), found->shape, found->shape + found->dimensions);
-      numbers_.insert(numbers_.end(), found->strides, found->strides + found->dimensions);
+      if (!found || !found->strides) return false;
+      last = *found;
+      numbers.push_back(reinterpret_cast<std::intptr_t>(last.data) + std::int64_t(last.byte_offset));
+      numbers.push_back(std::int64_t(last.type) << 56 | std::int64_t(last.bits) << 48 |
+                        std::int64_t(last.dimensions) << 32 | std::int64_t(last.device) << 16 |
+                        last.device_number);
+      numbers.insert(numbers.end(), last.shape, last.shape + last.dimensions);
+      numbers.insert(numbers.end(), last.strides, last.strides + last.dimensions);
     }
-    if (is_list(offsets)) {
-      for (nb::handle offset : nb::borrow<nb::list>(offsets)) {
+    if (!offsets.is_none()) {
+      for (nb::handle offset : nb::borrow<nb::sequence>(offsets)) {
         std::int64_t number;
-        if (!nb::try_cast(offset, number)) return nb::none();
-        numbers_.push_back(number);
+        if (!nb::try_cast(offset, number)) return false;
+        numbers.push_back(number);
       }
     }
-    return nb::bytes(numbers_.data(), numbers_.size() * sizeof numbers_[0]);
+    void* stream = nullptr;
+    if (!exchange_ || exchange_->stream(last.device, last.device_number, &stream) != 0) {
+      PyErr_Clear();
+      return false;
+    }
+    numbers.push_back(reinterpret_cast<std::intptr_t>(stream));
+    return true;
   }
 
  private:
-  // Returns nothing if the object is of another class or has a dtype that we do not support.
+  // Returns nothing if the object is of another class.
   std::optional<DlTensor> viewed(nb::handle object) {
     if (!exchange_ || !(object.type().is(tensor_) || object.type().is(parameter_))) return std::nullopt;
     DlTensor seen;
@@ -111,7 +119,6 @@ class Tensors {
       PyErr_Clear();
       return std::nullopt;
     }
-    if (code(seen) < 0) return std::nullopt;
     return seen;
   }
 
@@ -170,7 +177,6 @@ class Tensors {
   const DlExchange* exchange_;
   nb::handle tensor_, parameter_;  // torch keeps them alive
   std::array<Checked, kChecked> checked_{};
-  std::vector<std::int64_t> numbers_;  // of `seen`
 };
 
 }  // namespace ringdp

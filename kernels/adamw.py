@@ -32,11 +32,12 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ringdp import _core
+from ringdp._core import Launch
 
 from .address import address
-from .jit import Launch, jit, sixteens
+from .jit import jit, sixteens
 from .precision import HALF
-from .repeats import Repeats, key
+from .repeats import Repeats
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -101,11 +102,13 @@ def adamw(
     """
     factors = factors_of(step, float(lr), *betas, eps, weight_decay)
     written = [param, exp_avg, exp_avg_sq] if copy is None else [param, exp_avg, exp_avg_sq, copy]
-    place = key([grad, *written]) if param.is_cuda else None
-    if not _repeats.again(place, *factors):
+    tensors = [grad, *written]
+    if not (param.is_cuda and _repeats.again(tensors, None, factors)):
         _check(param, grad, exp_avg, exp_avg_sq, copy)
         if param.is_cuda:
-            _repeats.keep(place, adamw_triton(param, grad, exp_avg, exp_avg_sq, copy, factors))
+            _repeats.keep(
+                tensors, None, adamw_triton(param, grad, exp_avg, exp_avg_sq, copy, factors)
+            )
         else:
             launch = adamw_cpp if param.device.type == "cpu" else adamw_torch
             launch(param, grad, exp_avg, exp_avg_sq, copy, factors)

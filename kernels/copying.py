@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .jit import jit
 from .precision import ANY_SCALE, check_scale, wide_dtype
-from .repeats import Repeats, key
+from .repeats import Repeats
 from .spans import BLOCK, check, tables
 
 if TYPE_CHECKING:
@@ -72,8 +72,8 @@ def copy(
     `flat`. Raises ValueError as `check` and `check_scale` do, and RuntimeError in the capture of a
     CUDA graph.
     """
-    place = key([*tensors, flat], offsets)
-    if abs(scale) <= ANY_SCALE and repeats.again(place, scale):
+    every = [*tensors, flat]
+    if abs(scale) <= ANY_SCALE and repeats.again(every, offsets, (scale,)):
         return True
     if not all(map(Tensor.is_contiguous, tensors)):  # repeated launches were checked at first
         return False
@@ -97,5 +97,5 @@ def copy(
         for dtype, chunks in made.items()  # one, unless dtypes are mixed
         if len(chunks)
     ]
-    repeats.keep(place, launches, held=list(made.values()))
+    repeats.keep(every, offsets, launches, list(made.values()))
     return True

@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .jit import Launch, jit, sixteens
+from ringdp._core import Launch
+
+from .jit import jit, sixteens
 from .precision import wide_dtype
-from .repeats import Repeats, key
+from .repeats import Repeats
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -43,9 +45,8 @@ def fold(parts: Tensor, out: Tensor, own: Tensor | None = None, at: int = 0) -> 
     gaps between rows, but each row must be contiguous. `out` may be a row, or `own`. Raises
     ValueError on a wrong shape, dtype or device.
     """
-    found = key([parts, out] if own is None else [parts, own, out]) if out.is_cuda else None
-    place = None if found is None else (*found, at)
-    if _repeats.again(place):
+    tensors = [parts, out] if own is None else [parts, own, out]
+    if out.is_cuda and _repeats.again(tensors, [at], ()):
         return
     shape = parts.shape
     if len(shape) != 2 or shape[0] == 0 or (shape[1],) != out.shape:
@@ -72,7 +73,7 @@ def fold(parts: Tensor, out: Tensor, own: Tensor | None = None, at: int = 0) -> 
     whole = source == target and target in INTEGERS
     wide = target if whole else wide_dtype(source, target)
     if out.is_cuda:
-        _repeats.keep(place, fold_triton(parts, out, wide, own, at))
+        _repeats.keep(tensors, [at], fold_triton(parts, out, wide, own, at))
     else:
         fold_torch(parts, out, wide, own, at)
 

@@ -9,28 +9,15 @@ first launch only, and helpers: a kernel may call `tl` only, not another decorat
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from copy import copy
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ringdp._core import Launch
 
-class Launch(NamedTuple):
-    """`run(*before, *late, *after)` repeats it with other values of `unspecialized`."""
-
-    run: Callable[..., None]
-    before: tuple[Any, ...]
-    after: tuple[Any, ...]
-
-
-class Variant(NamedTuple):
-    """`run(programs, 1, 1, stream, function, *middle, *arguments)` launches it."""
-
-    run: Callable[..., None]
-    function: int
-    middle: tuple[Any, ...]
+from .compiled import Variant, variant_of
 
 
 class Kernel:
@@ -54,7 +41,7 @@ class Kernel:
         self.fn, self.unspecialized, self.capturable = fn, unspecialized, capturable
         self.options = {"enable_fp_fusion": False} | options
         self.__doc__ = fn.__doc__
-        self._variants: dict[tuple[Any, ...], Variant] = {}
+        self._variants: dict[tuple[Any, ...], Variant | None] = {}
 
     @cached_property
     def function(self) -> Any:
@@ -70,9 +57,9 @@ class Kernel:
 
         `args` begin with a tensor; integers are not negative. `constants` are all the `constexpr`
         parameters in order, with torch's dtypes. Returns a Launch that repeats it while this device
-        and stream are the current ones and the tensors stay where they are; None in the interpreter
-        and if the device is not the current one. Raises RuntimeError during the capture of a CUDA
-        graph, unless it is capturable.
+        is the current one and the tensors stay where they are; None if the device is not, if only
+        Triton can launch it, and in the interpreter. Raises RuntimeError during the capture of a
+        CUDA graph, unless it is capturable.
         """
         device = args[0].get_device()  # -1: the interpreter
         if device >= 0 and device != torch.cuda.current_device():
@@ -84,50 +71,17 @@ class Kernel:
                 f"{self.fn.__name__} was launched in the capture of a CUDA graph, which would "
                 "repeat its step, its seed or its table of addresses; call it outside the graph"
             )
-        values = [x.data_ptr() if isinstance(x, Tensor) else x for x in args]
+        values = tuple(x.data_ptr() if isinstance(x, Tensor) else x for x in args)
         late = len(args) - len(self.unspecialized)
         key = (device, *map(_variant, args[:late], values), *constants.values())
-        found, after = self._variants.get(key), tuple(constants.values())
-        first = found is None
-        if found is None:
-            named = {name: triton_dtype(x) for name, x in constants.items()}
-            compiled = self.function[(programs,)](*args, **named, **self.options)
-            if compiled is None:  # the interpreter
-                return None
-            found = self._variants[key] = variant_of(compiled, (*values, *after))
-        # As Triton's own dispatch does, without hooks; tensors are passed as addresses.
-        before = programs, 1, 1, raw_stream(device), found.function, *found.middle, *values[:late]
-        if not first:
-            found.run(*before, *values[late:], *after)
-        return Launch(found.run, before, after)
-
-
-def variant_of(compiled: Any, arguments: tuple[Any, ...]) -> Variant:
-    """How to launch a compiled kernel for arguments like these.
-
-    Triton's launcher works out some arguments and passes them to a C function, which takes less
-    time than working them out; they are the same for every launch. So a copy of the launcher is
-    called with a probe in that function's place, which records what it was given. If the record is
-    not as expected, the variant uses the launcher itself.
-    """
-    run, function = compiled.run, compiled.function
-    middle = compiled.packed_metadata, None, None, None  # no hooks
-    if (inner := getattr(run, "launch", None)) is not None:
-        calls, probe, where = list[tuple[Any, ...]](), copy(run), (1, 1, 1, 0, function)
-        probe.launch = lambda *given: calls.append(given)
-        probe(*where, *middle, *arguments)
-        given = calls[0] if calls else ()
-        first, rest = given[: len(where)], given[len(where) :]
-        if first == where and rest[-len(arguments) :] == arguments:  # Triton 3.6
-            return Variant(inner, function, rest[: -len(arguments)])
-        if first == where and rest[-1:] == (arguments,):  # 3.7
-            count = len(given) - 1
-
-            def packing(*given: Any) -> None:
-                inner(*given[:count], given[count:])
-
-            return Variant(packing, function, rest[:-1])
-    return Variant(run, function, middle)
+        if known := self._variants.get(key):
+            launch = known.launch(programs, values)
+            if launch.run(raw_stream(device), values[late:]):
+                return launch
+        named = {name: triton_dtype(x) for name, x in constants.items()}
+        compiled = self.function[(programs,)](*args, **named, **self.options)
+        found = self._variants[key] = variant_of(compiled, self.unspecialized)
+        return found and found.launch(programs, values)
 
 
 def raw_stream(device: int) -> int:

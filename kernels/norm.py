@@ -28,7 +28,7 @@ from ringdp import _core
 from .address import address
 from .jit import jit, raw_stream
 from .precision import FLOATS
-from .repeats import Repeats, key
+from .repeats import Repeats
 from .spans import BLOCK, tables
 
 if TYPE_CHECKING:
@@ -135,8 +135,8 @@ def _scratch(device: torch.device, stream: int) -> Tensor:
 def squared_norm_triton(tensors: Sequence[Tensor]) -> Tensor:
     device = tensors[0].device if tensors else torch.device("cpu")
     total = torch.empty((), dtype=torch.float64, device=device)
-    place = key(list(tensors)) if tensors else None
-    if _repeats.again(place, total.data_ptr()):
+    every = list(tensors)
+    if _repeats.again(every, None, (total.data_ptr(),)):
         return total
     check(tensors)
     if not all(map(Tensor.is_contiguous, tensors)):  # repeated launches were checked at first
@@ -157,5 +157,5 @@ def squared_norm_triton(tensors: Sequence[Tensor]) -> Tensor:
         LANES=THREADS * 16 // parts[0][0].dtype.itemsize,  # an access of 16 bytes for each thread
         MOST=1 << (PROGRAMS - 1).bit_length(),
     )
-    _repeats.keep(place, [launch], held=[chunks])
+    _repeats.keep(every, None, [launch], [chunks])
     return total

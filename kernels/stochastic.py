@@ -22,8 +22,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .jit import Launch, jit, sixteens
-from .repeats import Repeats, key
+from ringdp._core import Launch
+
+from .jit import jit, sixteens
+from .repeats import Repeats
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -43,10 +45,10 @@ def stochastic_round(x: Tensor, out: Tensor, *, seed: int, offset: int = 0) -> N
     `offset` is the index of x[0] in the whole that x is a shard of. Use another `seed`, in
     [0, 2^64), for every step. Raises ValueError on any other dtype, shape, layout, device or seed.
     """
-    place = key([x, out]) if x.is_cuda else None
+    tensors = [x, out]
     valid = 0 <= seed < 1 << 64 and 0 <= offset <= MOST - x.numel()
     one = valid and offset % HALF + x.numel() <= HALF
-    if one and _repeats.again(place, *late(keys(seed), offset)):
+    if one and x.is_cuda and _repeats.again(tensors, None, late(keys(seed), offset)):
         return
     for name, tensor, dtype in (("x", x, torch.float32), ("out", out, torch.bfloat16)):
         if tensor.dim() != 1 or tensor.dtype != dtype or not tensor.is_contiguous():
@@ -63,7 +65,7 @@ def stochastic_round(x: Tensor, out: Tensor, *, seed: int, offset: int = 0) -> N
     if x.is_cuda:
         launches = stochastic_round_triton(x, out, keys(seed), offset)
         if len(launches) == 1:  # each has a place of its own
-            _repeats.keep(place, launches)
+            _repeats.keep(tensors, None, launches)
     else:
         stochastic_round_torch(x, out, keys(seed), offset)
 

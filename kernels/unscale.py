@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .jit import Launch, jit, sixteens
+from ringdp._core import Launch
+
+from .jit import jit, sixteens
 from .precision import ANY_SCALE, check_scale, scaled_copy, wide_dtype
-from .repeats import Repeats, key
+from .repeats import Repeats
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -35,8 +37,8 @@ def unscale(x: Tensor, out: Tensor, found: Tensor, *, scale: float) -> None:
     else keeps its value, so many buckets can share one and nothing waits for the device. Raises
     ValueError on an unsupported dtype, shape, layout or device.
     """
-    place = key([x, out, found]) if x.is_cuda else None
-    if abs(scale) <= ANY_SCALE and _repeats.again(place, scale):
+    tensors = [x, out, found]
+    if abs(scale) <= ANY_SCALE and x.is_cuda and _repeats.again(tensors, None, (scale,)):
         return
     if x.dim() != 1 or x.shape != out.shape or not (x.is_contiguous() and out.is_contiguous()):
         raise ValueError(
@@ -49,7 +51,7 @@ def unscale(x: Tensor, out: Tensor, found: Tensor, *, scale: float) -> None:
         raise ValueError(f"x is on {x.device}, out on {out.device}, found on {found.device}")
     check_scale(scale, x.dtype, out.dtype)
     if x.is_cuda:
-        _repeats.keep(place, unscale_triton(x, out, found, scale))
+        _repeats.keep(tensors, None, unscale_triton(x, out, found, scale))
     else:
         unscale_torch(x, out, found, scale)
 

@@ -1,6 +1,6 @@
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
@@ -17,9 +17,36 @@ def adamw(
     buffers: Sequence[int], bfloat: bool, elems: int, factors: Sequence[float], threads: int
 ) -> None: ...
 
-class Tensors:
-    def __init__(self, table: object, tensor: type, parameter: type) -> None: ...
-    def seen(self, tensors: Sequence[Tensor], offsets: Sequence[int] | None) -> bytes | None: ...
+class Driver:
+    def __init__(self, functions: Sequence[int | None]) -> None: ...
+
+class Launch:
+    def __init__(
+        self,
+        driver: Driver,
+        function: int,
+        programs: int,
+        threads: int,
+        shared: int,
+        kinds: str,
+        values: tuple[Any, ...],
+    ) -> None: ...
+    def run(self, stream: int, late: tuple[Any, ...]) -> bool: ...
+
+class Repeats:
+    def __init__(
+        self, table: object, tensor: type, parameter: type, calls: int, bytes: int
+    ) -> None: ...
+    def again(
+        self, tensors: list[Tensor], offsets: Sequence[int] | None, late: tuple[Any, ...]
+    ) -> bool: ...
+    def keep(
+        self,
+        tensors: list[Tensor],
+        offsets: Sequence[int] | None,
+        launches: Sequence[Launch | None],
+        held: Sequence[Tensor] = ...,
+    ) -> None: ...
 
 def squared_norm(floats: int, tensors: Sequence[tuple[int, int]], threads: int) -> float: ...
 def abandon(mailbox: Mailbox, progress: Progress) -> None: ...

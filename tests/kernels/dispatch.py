@@ -3,24 +3,35 @@ launches."""
 
 from __future__ import annotations
 
+import struct
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ringdp.kernels import jit
+from ringdp.kernels.compiled import PLAIN
 from ringdp.kernels.jit import Kernel
+from tests.kernels.driver import Given, StandIn, forget_calls
 
 STREAM = 5
 
 
 class Compiled:
-    """Stands in for a CompiledKernel: what JITFunction.run and ringdp use of it."""
+    """Stands in for a CompiledKernel: what JITFunction.run and ringdp use of it. Its code takes two
+    pointers more than its arguments, as Triton's does."""
 
-    function, packed_metadata = 7, (4, 1, 0)
+    packed_metadata = 4, 1, 0
+    metadata = SimpleNamespace(shared=0, **PLAIN)
 
-    def __init__(self, launched: list[tuple[Any, ...]]) -> None:
-        self.launched = launched
+    def __init__(self, launched: list[tuple[Any, ...]], signature: dict[str, str]) -> None:
+        self.launched, self.function = launched, id(self)
+        self.src = SimpleNamespace(signature=signature)
+        self._kinds = [kind for kind in signature.values() if kind != "constexpr"]
+        self._widths = [int(f"0{kind}"[-2:]) if kind[0] != "*" else 64 for kind in self._kinds]
+        parameters = ", ".join(f".param .b{bits} x" for bits in (*self._widths, 64, 64))
+        self.asm = {"ptx": f".visible .entry f({parameters})\n.reqntid 128\n{{}}"}
 
     def launch_metadata(self, *_: Any) -> None: ...
 
@@ -30,6 +41,20 @@ class Compiled:
         assert (stream, function, packed) == (STREAM, self.function, self.packed_metadata)
         _metadata, _enter, _exit, *args = rest
         self.launched.append(((x, y, z), *args))
+
+    def launch(self, given: Given) -> None:
+        """By the driver, which gets no constants."""
+        bits = given.bits(self._widths)
+        pairs = zip(self._kinds, bits, strict=True)
+        self.launched.append((given.grid, *(number(kind, x) for kind, x in pairs)))
+
+
+def number(kind: str, bits: int) -> float:
+    """An argument of this type."""
+    if kind in ("fp32", "fp64"):
+        form, size = {"fp32": ("<f", 4), "fp64": ("<d", 8)}[kind]
+        return float(struct.unpack(form, bits.to_bytes(size, "little"))[0])
+    return bits
 
 
 class Driver:
@@ -49,7 +74,8 @@ class Driver:
 
 class Dispatch:
     """Records `requested`, the number of calls of JITFunction.run, `compiled`, the keys of the
-    variants to be compiled, and `launched`, a (grid, *arguments) per launch."""
+    variants to be compiled, and `launched`, a (grid, *arguments) per launch: with the constants if
+    it was Triton's."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from triton.runtime import driver
@@ -58,7 +84,8 @@ class Dispatch:
         self.requested, self.compiled = 0, list[Any]()
         self.launched: list[tuple[Any, ...]] = []
         self.monkeypatch = monkeypatch
-        run = JITFunction.run
+        run, made_all = JITFunction.run, dict[int, Compiled]()
+        self.driver = StandIn(lambda given: made_all[given.function].launch(given))
 
         def requested(function: Any, *args: Any, **options: Any) -> Any:
             self.requested += 1
@@ -66,11 +93,14 @@ class Dispatch:
 
         def compiled(function: Any, key: Any, signature: Any, device: int, *_: Any) -> Compiled:
             self.compiled.append(key)
-            function.device_caches[device][0][key] = kernel_stub = Compiled(self.launched)
-            return kernel_stub
+            function.device_caches[device][0][key] = made = Compiled(self.launched, signature)
+            made_all[made.function] = made
+            return made
 
+        forget_calls(monkeypatch)
         monkeypatch.setattr(driver, "_active", Driver())
         monkeypatch.setattr(jit, "raw_stream", lambda device: STREAM)
+        monkeypatch.setattr("ringdp.kernels.compiled.driver", lambda: self.driver.driver)
         monkeypatch.setattr(JITFunction, "run", requested)
         monkeypatch.setattr(JITFunction, "_do_compile", compiled)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from typing import Any
 
@@ -9,16 +10,19 @@ import pytest
 
 from ringdp.kernels.jit import Kernel
 from tests.kernels.dispatch import Driver
+from tests.kernels.driver import Given, StandIn, forget_calls
 from tests.kernels.ptx import Code, launch
 
 
 class Executed:
     """Stands in for a CompiledKernel: what JITFunction.run and ringdp use of it."""
 
-    function, packed_metadata = 0, ()
+    packed_metadata = ()
 
     def __init__(self, made: Any, signature: dict[str, str]) -> None:
-        self._code, self._shared = Code(made.asm["ptx"]), made.metadata.shared
+        self.metadata, self.src, self.asm = made.metadata, made.src, made.asm
+        self.function = id(self)
+        self._code = Code(made.asm["ptx"])
         self._types = list(signature.values())
 
     def launch_metadata(self, *_: Any) -> None: ...
@@ -28,7 +32,17 @@ class Executed:
         _stream, _function, _packed, _metadata, _enter, _exit, *arguments = rest
         pairs = zip(self._types, arguments, strict=True)
         bits = [_bits(kind, x) for kind, x in pairs if kind != "constexpr"]
-        launch(self._code, programs, bits, self._shared)
+        launch(self._code, programs, bits, self.metadata.shared)
+
+    def launched(self, given: Given) -> None:
+        """By the driver."""
+        assert given.grid[1:] == given.threads[1:] == (1, 1)
+        assert given.threads[0] == self._code.threads
+        assert given.shared == self.metadata.shared
+        bits = given.bits([int(x) for x in re.findall(r"\.param \.\w(\d+)", self.asm["ptx"])])
+        count = len(self._types) - self._types.count("constexpr")
+        assert not any(bits[count:]), "pointers to scratch memory"
+        launch(self._code, given.grid[0], bits[:count], given.shared)
 
 
 def _bits(kind: str, x: Any) -> int:
@@ -44,6 +58,9 @@ def execute(monkeypatch: pytest.MonkeyPatch, kernels: list[Kernel]) -> None:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
+    made_all = dict[int, Executed]()
+    stand_in = StandIn(lambda given: made_all[given.function].launched(given))
+
     def compiled(
         function: Any,
         key: Any,
@@ -57,9 +74,12 @@ def execute(monkeypatch: pytest.MonkeyPatch, kernels: list[Kernel]) -> None:
         source = function.ASTSource(function, signature, constants, attrs)
         made = triton.compile(source, target=Driver().get_current_target(), options=vars(options))
         function.device_caches[device][0][key] = executed = Executed(made, signature)
+        made_all[executed.function] = executed
         return executed
 
+    forget_calls(monkeypatch)
     monkeypatch.setattr(driver, "_active", Driver())
+    monkeypatch.setattr("ringdp.kernels.compiled.driver", lambda: stand_in.driver)
     monkeypatch.setattr(JITFunction, "_do_compile", compiled)
     for kernel in kernels:
         fresh = Kernel(kernel.fn, kernel.unspecialized, kernel.options, capturable=True)

@@ -5,19 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from ringdp.kernels.adamw import adamw_kernel
 from ringdp.kernels.fold import BLOCK, fold_kernel, fold_triton
-from ringdp.kernels.jit import Kernel, sixteens, variant_of
+from ringdp.kernels.jit import Kernel, sixteens
 from ringdp.kernels.spans import tables
 from ringdp.kernels.stochastic import keys, stochastic_round_kernel, stochastic_round_triton
-from tests.kernels.dispatch import STREAM, Dispatch
+from tests.kernels.dispatch import Dispatch
 from tests.kernels.inputs import OnSecondGpu
 
 pytest.importorskip("triton")
@@ -48,20 +45,20 @@ def test_triton_is_called_once_per_variant(dispatch: Dispatch) -> None:
 
 
 def test_a_kept_variant_is_launched_with_the_same_arguments(dispatch: Dispatch) -> None:
-    """By integer addresses: then Triton's launcher need not ask where each tensor is."""
+    """By the driver, which gets no constants."""
     dispatch.replace_kernel(fold_kernel, "ringdp.kernels.fold")
     for seed in range(3):
         parts, out = torch.full((3, ELEMS), float(seed)), torch.zeros(ELEMS)
         fold_triton(parts, out, torch.float32)
-        grid, x, own, target, elems, stride, ranks, at, wide, block = dispatch.launched[-1]
+        grid, x, own, target, elems, stride, *constants = dispatch.launched[-1]
         assert grid == (ELEMS // BLOCK, 1, 1)
         if seed == 0:  # the first launch goes through Triton
             assert x is own is parts  # not sliced: the length is a multiple of 16
             assert target is out
+            assert constants[:2] == [3, 3]
         else:
             assert (x, own, target) == (parts.data_ptr(), parts.data_ptr(), out.data_ptr())
-        assert (elems, stride, ranks, at, block) == (ELEMS, ELEMS, 3, 3, BLOCK)
-        assert str(wide).removeprefix("torch.") in ("fp32", "float32")
+        assert (elems, stride) == (ELEMS, ELEMS)
     assert (dispatch.requested, len(dispatch.launched)) == (1, 3)
 
 
@@ -120,44 +117,11 @@ def test_kernels_that_a_graph_must_not_repeat_are_refused_in_a_capture(
     assert ran == [there]
 
 
-def launcher(calls: list[object]) -> Any:
-    """Triton's own launcher of a kernel without scratch memory, with a stub of the driver's
-    call."""
-    made = object.__new__(import_module("triton.backends.nvidia.driver").CudaLauncher)
-    names = ("global_scratch_size", "global_scratch_align", "profile_scratch_size")
-    vars(made).update(dict.fromkeys((*names, "profile_scratch_align"), 0), num_ctas=1)
-    vars(made).update(launch_cooperative_grid=False, launch_pdl=False)
-    vars(made).update(arg_annotations=["a"], kernel_signature=b"s")  # used from Triton 3.7 on
-    made.launch = lambda *given: calls.append(given)
-    return made
-
-
-WHERE = 3, 1, 1, STREAM, 7
-COMPILED = SimpleNamespace(function=7, packed_metadata=(4, 1, 0))
-
-
-def test_a_kept_variant_calls_the_driver_as_tritons_launcher_does() -> None:
-    """The kept variant makes the call itself, since running the launcher takes longer."""
-    calls = list[object]()
-    COMPILED.run = launcher(calls)
-    found = variant_of(COMPILED, (1 << 40, 16, 0.5, torch.float32, 1024))
-    assert not calls
-    assert found.run is not COMPILED.run
-    for late in (0.5, 0.25):
-        arguments = 1 << 40, 32, late, torch.float32, 1024
-        COMPILED.run(*WHERE, COMPILED.packed_metadata, None, None, None, *arguments)
-        found.run(*WHERE, *found.middle, *arguments)
-    assert len(calls) == 4
-    assert calls[::2] == calls[1::2]
-
-
-def test_an_unknown_launcher_is_called_itself() -> None:
-    class Other:
-        launch = print
-
-        def __call__(self, *given: object) -> None:
-            self.launch(given[::-1])
-
-    for run in (print, Other()):
-        COMPILED.run = run
-        assert variant_of(COMPILED, (1, 2)) == (run, 7, ((4, 1, 0), None, None, None))
+def test_a_thread_without_a_context_is_left_to_triton(dispatch: Dispatch) -> None:
+    """Its launcher makes one."""
+    dispatch.replace_kernel(fold_kernel, "ringdp.kernels.fold")
+    for context, requested in ((1, 1), (1, 1), (None, 2), (1, 2)):
+        dispatch.driver.context = context
+        fold_triton(torch.zeros(3, ELEMS), torch.zeros(ELEMS), torch.float32)
+        assert dispatch.requested == requested
+    assert len(dispatch.launched) == 4

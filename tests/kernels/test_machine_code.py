@@ -18,6 +18,7 @@ from _pytest.mark import ParameterSet
 
 from ringdp.kernels.adamw import BLOCK as ADAMW_BLOCK
 from ringdp.kernels.adamw import Factors, adamw_kernel
+from ringdp.kernels.compiled import variant_of
 from ringdp.kernels.copying import copy_kernel
 from ringdp.kernels.fold import BLOCK as FOLD_BLOCK
 from ringdp.kernels.fold import fold_kernel
@@ -85,6 +86,7 @@ def compiled(
     }
     source = ASTSource(kernel.function, signature, constants, aligned)
     result = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=kernel.options)
+    assert variant_of(result, kernel.unspecialized), "the driver could launch it"
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(result.asm["cubin"])
     sass = subprocess.run(

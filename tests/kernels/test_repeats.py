@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib import import_module
 from inspect import signature
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from ringdp.kernels import adamw, flatten, fold, repeats, stochastic_round, unflatten, unscale
-from ringdp.kernels.jit import Kernel, Launch
+from ringdp.kernels import adamw, flatten, fold, stochastic_round, unflatten, unscale
+from ringdp.kernels.jit import Kernel
 from ringdp.kernels.norm import squared_norm_triton
-from ringdp.kernels.repeats import Repeats, key, seen
 from tests.kernels.conftest import KERNELS
 from tests.kernels.dispatch import Dispatch
-from tests.kernels.inputs import OnSecondGpu
+from tests.kernels.driver import forget_calls
 
 ELEMS = 4096
 FLAT, GRAD, AVG, AVG_SQ = torch.zeros(4, ELEMS)
@@ -69,15 +68,9 @@ CALLS = {
 for_every_kernel = pytest.mark.parametrize("name", CALLS)
 
 
-@pytest.fixture
-def caches(monkeypatch: pytest.MonkeyPatch) -> list[Repeats]:
-    """Empty caches of all kernels; all tensors pass for CUDA tensors."""
+@pytest.fixture(autouse=True)
+def all_pass_for_cuda_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-    modules = {call.module for call in CALLS.values()} - {"copying"} | {"flatten", "unflatten"}
-    made = [Repeats() for _ in modules | {"norm"}]
-    for module, fresh in zip(modules | {"norm"}, made, strict=True):
-        monkeypatch.setattr(import_module(f"ringdp.kernels.{module}"), "_repeats", fresh)
-    return made
 
 
 def replace_kernel(dispatch: Dispatch, module: str) -> None:
@@ -88,13 +81,12 @@ def replace_kernel(dispatch: Dispatch, module: str) -> None:
 
 @for_every_kernel
 def test_a_repeated_call_makes_the_same_launch(
-    dispatch: Dispatch, caches: list[Repeats], monkeypatch: pytest.MonkeyPatch, name: str
+    dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     module, call, (first, second), _ = CALLS[name]
     replace_kernel(dispatch, module)
     call(first)  # by Triton
-    for memory in caches:
-        memory.__init__()  # type: ignore[misc]
+    forget_calls(monkeypatch)
     call(second)  # prepared again
     monkeypatch.setattr(Kernel, "launch", None)
     call(second)
@@ -107,9 +99,7 @@ def test_a_repeated_call_makes_the_same_launch(
 
 
 @for_every_kernel
-def test_repeated_calls_refuse_wrong_values(
-    dispatch: Dispatch, caches: list[Repeats], name: str
-) -> None:
+def test_repeated_calls_refuse_wrong_values(dispatch: Dispatch, name: str) -> None:
     module, call, (value, _), wrong = CALLS[name]
     replace_kernel(dispatch, module)
     for _ in range(2):
@@ -143,7 +133,6 @@ def refused() -> Iterator[tuple[Callable[[], object], Callable[[], object]]]:
 @pytest.mark.parametrize(("call", "wrong"), list(refused()))
 def test_other_tensors_at_the_same_addresses_are_checked(
     dispatch: Dispatch,
-    caches: list[Repeats],
     call: Callable[[], object],
     wrong: Callable[[], object],
 ) -> None:
@@ -155,7 +144,7 @@ def test_other_tensors_at_the_same_addresses_are_checked(
         wrong()
 
 
-def test_repeated_norms_return_new_tensors(dispatch: Dispatch, caches: list[Repeats]) -> None:
+def test_repeated_norms_return_new_tensors(dispatch: Dispatch) -> None:
     replace_kernel(dispatch, "norm")
     totals = [squared_norm_triton(LIST) for _ in range(3)]
     places = [x.data_ptr() for x in totals]
@@ -168,22 +157,18 @@ def test_repeated_norms_return_new_tensors(dispatch: Dispatch, caches: list[Repe
     assert len(dispatch.launched) == 7
 
 
-def test_repeated_launches_keep_their_chunk_tables_alive(
-    dispatch: Dispatch, caches: list[Repeats]
-) -> None:
+def test_repeated_launches_keep_their_chunk_tables_alive(dispatch: Dispatch) -> None:
     replace_kernel(dispatch, "copying")
     replace_kernel(dispatch, "norm")
     for _ in range(2):
         flatten(LIST, FLAT, offsets=PLACES)
         unflatten(FLAT, LIST, offsets=PLACES)
         squared_norm_triton(LIST)
-    held = {x.data_ptr() for memory in caches for _, kept in memory._kept.values() for x in kept}
-    assert {launched[1] for launched in dispatch.launched[3:]} == held
+    tables = [x for x in gc.get_objects() if type(x) is torch.Tensor and x.dtype == torch.int64]
+    assert {launched[1] for launched in dispatch.launched[3:]} <= {x.data_ptr() for x in tables}
 
 
-def test_repeated_calls_of_odd_length_make_two_launches(
-    dispatch: Dispatch, caches: list[Repeats]
-) -> None:
+def test_repeated_calls_of_odd_length_make_two_launches(dispatch: Dispatch) -> None:
     """An odd length takes two launches; where they round at random, each has its own offset."""
     for module in ("fold", "stochastic"):
         replace_kernel(dispatch, module)
@@ -198,9 +183,7 @@ def test_repeated_calls_of_odd_length_make_two_launches(
     )
 
 
-def test_offsets_across_2_to_the_32_make_two_launches(
-    dispatch: Dispatch, caches: list[Repeats]
-) -> None:
+def test_offsets_across_2_to_the_32_make_two_launches(dispatch: Dispatch) -> None:
     replace_kernel(dispatch, "stochastic")
     half = 1 << 32
     for offset in (5, half - 16, half - 16, 2 * half + 5):
@@ -208,79 +191,6 @@ def test_offsets_across_2_to_the_32_make_two_launches(
     across = [(16, half - 16), (ELEMS - 16, 0)]
     assert [x[3:5] for x in dispatch.launched] == [(ELEMS, 5), *across, *across, (ELEMS, 5)]
     assert len({x[5] for x in dispatch.launched}) == 3  # one key per upper half
-
-
-def test_keys_differ_in_all_that_a_launch_depends_on() -> None:
-    flat = torch.zeros(64)
-    parts = [flat[:16].view(4, 4), torch.nn.Parameter(flat[16:32]), flat[32:32]]
-    places = [0, 16, 32]
-    same = [x.view_as(x) for x in parts]
-    others = [
-        (parts, None),
-        (parts, [0, 16, 33]),
-        (parts[:2], [0, 16]),
-        ([flat[:16], *parts[1:]], places),
-        ([flat[:16].view(4, 4).t(), *parts[1:]], places),
-        ([flat[:15], *parts[1:]], places),
-        ([flat[1:17], *parts[1:]], places),
-        ([flat[:16].view(torch.int32).view(4, 4), *parts[1:]], places),
-    ]
-    for ask in (seen, repeats._described):
-        assert ask(parts, places) == ask(same, places)
-        assert len({ask(parts, places), None, *(ask(*other) for other in others)}) == 10
-
-
-def test_tensors_without_a_fast_key_get_a_slow_one() -> None:
-    flat = torch.zeros(64)
-    slow = [[flat.as_subclass(OnSecondGpu)], [flat.cfloat()], [None]]
-    assert {seen(x, None) for x in slow} == {None}  # type: ignore[arg-type]
-    assert seen([flat], [1 << 70]) is None
-    complex_ = [flat.cfloat()]
-    assert key(complex_) == key(complex_) != key([complex_[0][1:]])
-
-
-def test_there_is_no_key_on_another_device_or_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    there, current, stream, capturing = torch.zeros(4).as_subclass(OnSecondGpu), [1], [5], [False]
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[0], raising=False)
-    monkeypatch.setattr(
-        torch._C, "_cuda_getCurrentRawStream", lambda device: stream[0], raising=False
-    )
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
-    assert key([there]) is not None
-    capturing[0] = True
-    assert key([there]) is None
-    stream[0] = 0  # the default stream is never captured
-    assert key([there]) is not None
-    current[0] = 0
-    assert key([there]) is None
-
-
-def test_launches_on_another_device_are_not_kept() -> None:
-    launch, memory = Launch(print, (), ()), Repeats()
-    for launches in ([None], [launch, None]):
-        memory.keep((1,), launches)
-        assert not memory.again((1,))
-    memory.keep(None, [launch])
-    assert not memory.again(None)
-
-
-def test_kept_calls_are_limited_in_number_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = Repeats()
-
-    def kept() -> list[int]:
-        return [i for i in range(10) if memory.again((i,))]
-
-    for i in range(6):
-        memory.keep((i,), [], [torch.zeros(1)])
-    assert kept() == [0, 1, 2, 3, 4, 5]
-    monkeypatch.setattr(repeats, "KEPT", 3)
-    memory.keep((6,), [], [torch.zeros(1)])
-    assert kept() == [4, 5, 6]
-    monkeypatch.setattr(repeats, "KEPT_BYTES", 12)
-    memory.keep((7,), [], [torch.zeros(2)])
-    assert kept() == [6, 7]
-    memory.keep((8,), [], [torch.zeros(100)])
-    assert kept() == [8]
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.fn.__name__)
