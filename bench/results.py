@@ -7,7 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ringdp.cli.checks import check_writable
+from typer import BadParameter
+
+from ringdp.cli.checks import check_writable, file_named
 from ringdp.errors import UsageError
 
 RESULTS = Path(__file__).parent / "results"
@@ -25,10 +27,9 @@ def parser(doc: str, rounds: int | None = None) -> argparse.ArgumentParser:
 
 def writable(given: str) -> Path:
     """Check that a file can be written, before anything is measured."""
-    path = Path(given)
     try:
-        check_writable(path)
-    except UsageError as error:
+        check_writable(path := file_named(given))
+    except (UsageError, BadParameter) as error:
         raise argparse.ArgumentTypeError(str(error).removeprefix("--json: ")) from None
     return path
 

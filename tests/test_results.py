@@ -86,10 +86,14 @@ def test_the_suite_creates_the_results_folder(
     ("arguments", "message"),
     [
         (["--json", "/nowhere/x.json"], "argument --json: cannot write /nowhere/x.json: No such"),
+        (
+            ["--json", "new/"],
+            "argument --json: new/ names a directory; allowed: a file in one that",
+        ),
         (["--ranks", "0"], "argument --ranks: '0' is no whole number above 0"),
         (["--ranks"], "argument --ranks: expected at least one argument"),
     ],
-    ids=["json", "no rank", "no ranks"],
+    ids=["json", "a directory", "no rank", "no ranks"],
 )
 def test_bad_arguments_of_a_bench_are_refused(
     arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys

@@ -3,11 +3,14 @@
 Every refusal is a UsageError of one line: the option, its value, and what is allowed.
 """
 
+import os
 import re
 from collections.abc import Collection
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+
+from typer import BadParameter, Option
 
 from ringdp.comm.tracing import unwritable
 from ringdp.errors import UsageError
@@ -44,6 +47,18 @@ def parse_bytes(option: str, given: str, *, kilo: int = 1024) -> int:
 def names(given: str) -> tuple[str, ...]:
     """Split at commas, dropping repetitions and keeping the order."""
     return tuple(dict.fromkeys(word.strip() for word in given.split(",") if word.strip()))
+
+
+def written(says: str) -> Any:
+    """An option that takes a file to write, with its help."""
+    return Option(help=says, parser=file_named, metavar="<path>")
+
+
+def file_named(given: str) -> Path:
+    """Refuse the name of a directory that does not exist: as a Path it would be that of a file."""
+    if given.endswith(("/", "/.")) and not os.path.isdir(given):
+        raise BadParameter(f"{given} names a directory; allowed: a file in one that exists")
+    return Path(given)
 
 
 def check_writable(path: Path | None, option: str = "--json", *, trace: bool = False) -> None:

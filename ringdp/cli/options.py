@@ -11,7 +11,7 @@ from typing import Annotated
 from typer import BadParameter, Option
 
 from ringdp.cli.bench.rows import OURS
-from ringdp.cli.checks import between, check_writable, given, names
+from ringdp.cli.checks import between, check_writable, given, names, written
 from ringdp.errors import UsageError
 
 STAGES = (0, 1, 2, 3)
@@ -58,9 +58,9 @@ class Options:
             help="file or directory to learn; by default the standard library's sources",
         ),
     ] = None
-    json: Annotated[Path | None, Option(help="write the results here")] = None
+    json: Annotated[Path | None, written("write the results here")] = None
     trace: Annotated[
-        Path | None, Option(help="write a trace of all ranks here, for `ringdp report`")
+        Path | None, written("write a trace of all ranks here, for `ringdp report`")
     ] = None
     reference: Annotated[bool, Option(help="also train in one process and compare")] = True
     sample: Annotated[bool, Option(help="let the trained model write a line")] = True

@@ -16,7 +16,7 @@ from typing import Annotated, cast
 from rich.console import Console
 from typer import Argument, Option
 
-from ringdp.cli.checks import between, check_writable, given, one_of
+from ringdp.cli.checks import between, check_writable, given, one_of, written
 from ringdp.cli.console import counted, say_written
 from ringdp.cli.files import write
 from ringdp.errors import UsageError
@@ -45,8 +45,8 @@ class Options:
         "all_reduce"
     )
     ranks: Annotated[int, Option(help="ranks that take part")] = 4
-    svg: Annotated[Path | None, Option(help="write a drawing of all rounds here")] = None
-    html: Annotated[Path | None, Option(help="write a page that replays it here")] = None
+    svg: Annotated[Path | None, written("write a drawing of all rounds here")] = None
+    html: Annotated[Path | None, written("write a page that replays it here")] = None
     program: Annotated[
         int | None, Option(help="also print this rank's program, plain and fused")
     ] = None

@@ -28,6 +28,8 @@ REFUSED = {
     "text empty": (["--text", ""], "a path is empty; allowed"),
     "text a device": (["--text", "/dev/null"], "cannot read /dev/null: it is neither"),
     "json nowhere": (["--json", "/nowhere/out.json"], "cannot write /nowhere/out.json"),
+    "json a new directory": (["--json", "/tmp/new/"], "/tmp/new/ names a directory; allowed: a"),
+    "trace a new directory": (["--trace", "new/."], "'--trace': new/. names a directory; allowed"),
     "json a dash": (["--json", "-"], "cannot write -: it means standard output, not a file"),
     "json a directory": (["--json", "/tmp"], "cannot write /tmp: Is a directory"),
     "json of a long name": (["--json", "n" * 300], "nnn: File name too long; allowed: a file in"),

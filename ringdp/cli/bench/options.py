@@ -14,7 +14,7 @@ from ringdp.cli import gpus
 from ringdp.cli.bench import peers
 from ringdp.cli.bench.cases import CASES, DTYPES, FOLDS, elements
 from ringdp.cli.bench.rows import LIBRARYS, OURS, priced
-from ringdp.cli.checks import between, check_writable, given, names, one_of, parse_bytes
+from ringdp.cli.checks import between, check_writable, given, names, one_of, parse_bytes, written
 from ringdp.cli.options import MOST_RANKS
 from ringdp.errors import UsageError
 
@@ -54,7 +54,7 @@ class Options:
         str, Option(help=f"also time some of {','.join((*peers.PEERS, gpus.TORCHS))}")
     ] = ""
     rounds: Annotated[int, Option(help="rounds of each contender, interleaved")] = 10
-    json: Annotated[Path | None, Option(help="write the results here")] = None
+    json: Annotated[Path | None, written("write the results here")] = None
 
     @property
     def least(self) -> int:

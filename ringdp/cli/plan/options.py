@@ -6,6 +6,7 @@ from typing import Annotated
 
 from typer import Option
 
+from ringdp.cli.checks import written
 from ringdp.cli.options import parse_stages
 from ringdp.cli.plan.hardware import DEVICES, PER_NODE
 from ringdp.schedule.cost import CLOSED
@@ -62,7 +63,7 @@ class Options:
     algorithm: Annotated[str, Option(help=f"of every collective: {', '.join(ALGORITHMS)}")] = (
         "direct"
     )
-    json: Annotated[Path | None, Option(help="write the plan here")] = None
+    json: Annotated[Path | None, written("write the plan here")] = None
     published: Annotated[
         bool, Option("--published", help="show published figures beside the formulas instead")
     ] = False
