@@ -25,6 +25,8 @@ from ringdp.comm import Communicator
 from ringdp.comm.rendezvous import TransportName
 from ringdp.transport.base import ReduceOp
 
+FOLDER = "ringdp-"  # begins the name of the controller's temporary folder, with the sockets
+
 
 class Buffers(NamedTuple):
     input: Tensor

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ringdp.cli.bench import peers
-from ringdp.cli.bench.contenders import Failure, Hello, Round, Times
+from ringdp.cli.bench.contenders import FOLDER, Failure, Hello, Round, Times
 from ringdp.cli.launch import RankError, room_for_sockets, signals_held
 from ringdp.cli.loopback import environment, loopback_store
 
@@ -40,7 +40,7 @@ def groups(
 ) -> Iterator[dict[str, Group]]:
     """Start all groups, and yield them by name. `largest` is that of the buffers, in bytes."""
     with room_for_sockets():
-        directory = tempfile.TemporaryDirectory(prefix="ringdp-")
+        directory = tempfile.TemporaryDirectory(prefix=FOLDER)
     started: dict[str, Group] = {}
     grace = HURRY
     with directory as place:

@@ -6,13 +6,14 @@ With RANKS it imports torch once and forks that many ranks, whose buffers have a
 without, a launcher starts each rank. CORES are core numbers separated by commas. Before any thread
 starts, rank r pins itself to one of them, r modulo their count; ranks on GPUs use all. Between
 rounds a rank sleeps in a read, so that other contenders have the cores. If the controller dies, the
-read ends, and so does the rank.
+read ends, and so does the rank, which then removes the controller's directory.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 import sys
 import time
@@ -20,12 +21,14 @@ import traceback
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Client, Connection
+from pathlib import Path
 
 import torch
 
 from ringdp.cli import gpus
 from ringdp.cli.bench.cases import EVERY, Task, constant, pattern, wrong_constant, wrong_pattern
 from ringdp.cli.bench.contenders import (
+    FOLDER,
     Buffers,
     Contender,
     Failure,
@@ -50,7 +53,11 @@ def main() -> None:
             Probe.share(ranks, largest)
         if _parent_of(ranks):
             return
-    be_rank(name, address, cores)
+    try:
+        be_rank(name, address, cores)
+    except ConnectionError:  # the controller was killed, and cannot remove its directory
+        if (place := Path(address).parent).name.startswith(FOLDER):
+            shutil.rmtree(place, ignore_errors=True)
 
 
 def _parent_of(ranks: int) -> bool:
@@ -109,10 +116,7 @@ def connect(name: str) -> Contender:
 def serve(contender: Contender, pipe: Connection) -> None:
     prepared: dict[Task, Buffers] = {}  # of one size; algorithms share them
     while True:
-        try:
-            command: Round | None = pipe.recv()
-        except EOFError:
-            return
+        command: Round | None = pipe.recv()
         if command is None:
             return
         key = replace(command.task, algorithm="")

@@ -175,6 +175,19 @@ def test_a_signal_ends_every_rank(start) -> None:
 
 
 @pytest.mark.process
+def test_a_killed_run_leaves_no_folder(start, tmp_path_factory: pytest.TempPathFactory) -> None:
+    place = tmp_path_factory.getbasetemp()
+    command = (RINGDP, "bench", "all_reduce", "--min", "1K", "--max", "1K", "--rounds", "10000")
+    process = start("env", f"TMPDIR={place}", *command)
+    assert process.stdout.readline() == "measuring 1,024 bytes\n"
+    below = family(process.pid)[1:]
+    assert [*place.glob("ringdp-*")]
+    process.kill()
+    assert_gone(below)
+    assert not [*place.glob("ringdp-*")]
+
+
+@pytest.mark.process
 def test_a_signal_while_a_process_starts_ends_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
