@@ -39,6 +39,8 @@ class Contender(ABC):
     rank: int
     ranks: int
     version: str
+    barrier: Callable[[], object]
+    close: Callable[[], object]
     device = "cpu"
 
     def input(self, task: Task, count: int) -> Tensor:
@@ -48,12 +50,6 @@ class Contender(ABC):
     @abstractmethod
     def call(self, task: Task, buffers: Buffers) -> Callable[[], object]:
         """The call to time, as users write it. On a GPU it may return before it has finished."""
-
-    @abstractmethod
-    def barrier(self) -> object: ...
-
-    @abstractmethod
-    def close(self) -> None: ...
 
 
 class Hello(NamedTuple):
@@ -101,6 +97,7 @@ class Ours(Contender):
             self.version += among
         self._comm = ringdp.init(transport=cast(TransportName, transport))
         self.rank, self.ranks = self._comm.rank, self._comm.size
+        self.barrier, self.close = self._comm.barrier, self._comm.close
 
     def input(self, task: Task, count: int) -> Tensor:
         if not task.registered:
@@ -112,12 +109,6 @@ class Ours(Contender):
         if task.algorithm != "auto":
             call = partial(call, algorithm=task.algorithm)
         return call
-
-    def barrier(self) -> None:
-        self._comm.barrier()
-
-    def close(self) -> None:
-        self._comm.close()
 
 
 OPS = {
@@ -155,15 +146,10 @@ class Torchs(Contender):
             dist.init_process_group("gloo")
             self.version = f"gloo of torch {torch.__version__}"
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.barrier, self.close = dist.barrier, dist.destroy_process_group
 
     def call(self, task: Task, buffers: Buffers) -> Callable[[], object]:
         return TORCH_CALLS[task.collective](buffers, task.op)
-
-    def barrier(self) -> None:
-        dist.barrier()
-
-    def close(self) -> None:
-        dist.destroy_process_group()
 
 
 LINE = 8  # int64s between the flags of two ranks

@@ -36,13 +36,8 @@ class Mpi(Contender):
     def __init__(self) -> None:
         self._comm = MPI.COMM_WORLD
         self.rank, self.ranks = self._comm.rank, self._comm.size
+        self.barrier, self.close = self._comm.Barrier, MPI.Finalize
 
     def call(self, task: Task, buffers: Buffers) -> Callable[[], object]:
         arrays = buffers.input.numpy(), buffers.output.numpy()
         return CALLS[task.collective](self._comm, *arrays, OPS[task.op])
-
-    def barrier(self) -> None:
-        self._comm.Barrier()
-
-    def close(self) -> None:
-        MPI.Finalize()
