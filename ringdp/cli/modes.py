@@ -164,17 +164,16 @@ def show(
     say_wrong(console, problems)
 
 
-def complaints(runs: Sequence[ModeRun], reference: Record | None, options: Options) -> list[str]:
+def complaints(runs: Sequence[ModeRun], reference: Record | None) -> list[str]:
     """One line for each check that fails."""
     found = []
-    tokens = options.global_batch * options.context
     for run in runs:
         if run.sent != run.sent_formula:
             found.append(f"{run.mode}: {run.sent:,} bytes sent, formula {run.sent_formula:,}")
         if not np.isfinite(run.loss).all():
             found.append(f"{run.mode}: a loss is not finite: training diverged")
         elif reference is not None and run.mode != "async":
-            found += too_far(run.mode, run.loss, reference, tokens)
+            found += too_far(run.mode, run.loss, reference)
         if run.mode != "async" and len({part.digest for part in run.parts}) > 1:
             found.append(f"{run.mode}: processes differ in a parameter after the last step")
     exact = [run for run in runs if run.mode in EXACT]

@@ -86,10 +86,7 @@ def _add_reference(table: Table, runs: Sequence[Record], reference: Record) -> N
     table.add_row("  one process alone", *(f"{reference.loss[-1]:.6f}" for _ in runs), style="dim")
     gaps = [differences(run.loss, reference) for run in runs]
     table.add_row("largest |Δloss|", *(f"{max(gap):.2e}" for gap in gaps))
-    bounds = [
-        loss_bound(gap.index(max(gap)), run.tokens_per_step, reference.loss[0])
-        for run, gap in zip(runs, gaps, strict=True)
-    ]
+    bounds = [loss_bound(gap.index(max(gap)), reference) for gap in gaps]
     table.add_row("  float32 bound there", *(f"{bound:.2e}" for bound in bounds), style="dim")
 
 

@@ -51,7 +51,7 @@ def run(options: Options, console: Console, *, entry: Entry[Job, list[Record]] =
                 ranks = launch(entry, Job(options, file), options.ranks, display.update)
     if options.modes:
         found = [modes.to_json(run) for run in runs]
-        problems = modes.complaints(runs, reference, options)
+        problems = modes.complaints(runs, reference)
         report = partial(modes.show, console, runs, reference, problems)
     else:
         found = [to_json(run) for run in ranks[0]]

@@ -31,10 +31,10 @@ from ringdp.cli.runs import MEMORY, Record
 UNIT_ROUNDOFF = 2.0**-24  # float32, to nearest
 
 
-def loss_bound(step: int, tokens: int, first_loss: float) -> float:
+def loss_bound(step: int, reference: Record) -> float:
     """See Note [the bound on the loss]."""
-    longest = max(tokens, 4 * gpt.Shape.width)
-    return (step + 1) * longest * UNIT_ROUNDOFF * first_loss
+    longest = max(reference.tokens_per_step, 4 * gpt.Shape.width)
+    return (step + 1) * longest * UNIT_ROUNDOFF * reference.loss[0]
 
 
 def differences(loss: Sequence[float], reference: Record) -> list[float]:
@@ -57,7 +57,7 @@ def complaints(ranks: Sequence[Sequence[Record]], reference: Record | None) -> l
     found += [line for a, b in pairwise(ranks[0]) for line in _stages(a, b)]
     if reference is not None:
         for run in ranks[0]:
-            found += too_far(f"stage {run.stage}", run.loss, reference, run.tokens_per_step)
+            found += too_far(f"stage {run.stage}", run.loss, reference)
     return found
 
 
@@ -79,10 +79,10 @@ def _stages(a: Record, b: Record) -> list[str]:
     return [f"stages {a.stage} and {b.stage} differ in {where}"]
 
 
-def too_far(name: str, loss: Sequence[float], reference: Record, tokens: int) -> list[str]:
-    """A line if a loss exceeds Note [the bound on the loss]. `tokens` is the size of a step."""
+def too_far(name: str, loss: Sequence[float], reference: Record) -> list[str]:
+    """A line if a loss exceeds Note [the bound on the loss]."""
     for step, difference in enumerate(differences(loss, reference)):
-        bound = loss_bound(step, tokens, reference.loss[0])
+        bound = loss_bound(step, reference)
         if not difference <= bound:  # a NaN is no pass
             return [
                 f"{name}: |Δloss| from the single process is {difference:.2e} at step {step}, "

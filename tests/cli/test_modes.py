@@ -9,11 +9,10 @@ import pytest
 
 from ringdp.cli.main import main
 from ringdp.cli.modes import ModeRun, Part, complaints, show
-from ringdp.cli.options import MODES, Options
+from ringdp.cli.options import MODES
 from tests.cli.conftest import printed
 from tests.cli.rows import REFERENCE
 
-OPTIONS = Options(batch=16, context=64)
 WORKER = Part((5.5, 4.0, 2.5), (0.2, 0.1, 0.1), 10, "d")
 SERVER = Part((), (), 20, "d")
 RUNS = {
@@ -33,7 +32,7 @@ def broken(mode: str, **changes: object) -> list[ModeRun]:
 
 
 def test_correct_runs_have_no_complaints() -> None:
-    assert complaints(list(RUNS.values()), REFERENCE, OPTIONS) == []
+    assert complaints(list(RUNS.values()), REFERENCE) == []
 
 
 @pytest.mark.parametrize(
@@ -47,7 +46,7 @@ def test_correct_runs_have_no_complaints() -> None:
     ],
 )
 def test_a_broken_check_is_named(runs: list[ModeRun], message: str) -> None:
-    assert any(message in line for line in complaints(runs, REFERENCE, OPTIONS))
+    assert any(message in line for line in complaints(runs, REFERENCE))
 
 
 def test_the_table_fits_80_columns_and_has_traffic_and_staleness() -> None:

@@ -44,10 +44,12 @@ def test_ranks_that_differ_are_named() -> None:
 
 
 def test_the_bound_grows_with_the_steps_and_the_tokens() -> None:
-    assert loss_bound(0, 1024, 5.5) == 1024 * 2.0**-24 * 5.5
-    assert loss_bound(9, 2048, 5.5) == 20 * loss_bound(0, 1024, 5.5)
+    assert loss_bound(0, REFERENCE) == 1024 * 2.0**-24 * 5.5
+    more = replace(REFERENCE, tokens_per_step=2048)
+    assert loss_bound(9, more) == 20 * loss_bound(0, REFERENCE)
 
 
 def test_few_tokens_are_not_the_longest_sum() -> None:
     """A right run over 2 bytes differed by 4.3e-6 in its second step."""
-    assert loss_bound(1, 2, 5.5) == loss_bound(1, 512, 5.5) > 4.3e-6
+    few, more = (replace(REFERENCE, tokens_per_step=tokens) for tokens in (2, 512))
+    assert loss_bound(1, few) == loss_bound(1, more) > 4.3e-6
