@@ -32,16 +32,6 @@ def _table(runs: Sequence[Record], reference: Record | None) -> Table:
     return made
 
 
-def equality_line(runs: Sequence[Record]) -> str | None:
-    """Whether the stages are equal bit for bit, in words; None if there is only one stage."""
-    if len(runs) < 2:
-        return None
-    stages = ", ".join(str(run.stage) for run in runs)
-    if equal_bits(runs):
-        return f"Stages {stages} are equal bit for bit: every loss, every final parameter."
-    return f"Stages {stages} are NOT equal bit for bit."
-
-
 def sample_line(sample: bytes) -> str:
     """The sample on one line: backslashes and all but printable ASCII as in a bytes literal."""
     plain = set(range(32, 127)) - {ord("\\")}
@@ -53,9 +43,8 @@ def show(
 ) -> None:
     of = runs[0]
     show_titled(console, _table(runs, reference), of.parameters, of.ranks, len(of.loss))
-    line = equality_line(runs)
-    if line is not None:
-        say(console, line, "green" if equal_bits(runs) else "bold red")
+    if len(runs) > 1:
+        _say_equality(console, runs)
     if not problems:
         say(console, _all_hold(reference), "green")
     if runs[-1].sample:
@@ -74,6 +63,15 @@ def show_titled(console: Console, made: Table, parameters: int, ranks: int, step
 def say_wrong(console: Console, problems: Sequence[str]) -> None:
     for problem in problems:
         say(console, f"WRONG: {problem}", "bold red")
+
+
+def _say_equality(console: Console, runs: Sequence[Record]) -> None:
+    stages = ", ".join(str(run.stage) for run in runs)
+    if equal_bits(runs):
+        says = f"Stages {stages} are equal bit for bit: every loss, every final parameter."
+        say(console, says, "green")
+    else:
+        say(console, f"Stages {stages} are NOT equal bit for bit.", "bold red")
 
 
 def _all_hold(reference: Record | None) -> str:
