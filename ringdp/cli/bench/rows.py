@@ -8,6 +8,7 @@ them, and where it does not.
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -108,20 +109,18 @@ def measured(
 
 def predicted(rows: Sequence[Row]) -> list[Row]:
     """Fill in predictions, from one fit per transport and kind of buffer."""
-    kinds = {(r.transport, r.registered) for r in rows if r.modelled}
-    machines = {
-        kind: fitted([r for r in rows if r.modelled and (r.transport, r.registered) == kind])
-        for kind in kinds
-    }
+    modelled = defaultdict[tuple[str, bool], list[Row]](list)
+    for r in rows:
+        if r.modelled:
+            modelled[r.transport, r.registered].append(r)
+    machines = {kind: fitted(found) for kind, found in modelled.items()}
 
-    def with_prediction(r: Row) -> Row:
-        if not r.modelled:
-            return r
+    def prediction(r: Row) -> float:
         machine = machines[r.transport, r.registered]
         time = seconds(priced(r.collective, r.algorithm, r.ranks), machine, r.bytes)
-        return replace(r, predicted_us=round(time * 1e6, 3))
+        return round(time * 1e6, 3)
 
-    return list(map(with_prediction, rows))
+    return [replace(r, predicted_us=prediction(r)) if r.modelled else r for r in rows]
 
 
 def fitted(rows: Iterable[Row]) -> Machine:
