@@ -133,9 +133,9 @@ def all_reduce() -> str:
         cells = [f"{here[label].p50_us:,.1f}" for label in labels]
         bounds = {r.registered: r.bound_us for r in here.values()}
         lines.append([f"{size:,}", *cells, *(_bound(bounds[where]) for where in (False, True))])
-    names = (*(_heading(*label) for label in labels), "bound", "bound, registered")
+    ways = (label.replace("auto", "ringdp").replace("reg", "registered") for _, label in labels)
     beaten = [f"{r.min_us:,.0f} µs at {_bytes(r.bytes)}" for r in rows if r.beats_bound]
-    table = markdown(["bytes", *names], lines, left=())
+    table = markdown(["bytes", *ways, "bound", "bound, registered"], lines, left=())
     if not beaten:
         return table
     says = "The best call is faster than numpy's passes, and so below its bound, here:"
@@ -145,14 +145,6 @@ def all_reduce() -> str:
 def _bound(us: float | None) -> str:
     assert us is not None
     return f"{us:.3g}" if us < 100 else f"{us:,.1f}"
-
-
-def _heading(transport: str, label: str) -> str:
-    return (
-        label
-        if label == transport
-        else label.replace("auto", "ringdp").replace("reg", "registered")
-    )
 
 
 def plots() -> str:
