@@ -67,9 +67,7 @@ def end(event: Event) -> float:
 def match(run: Run) -> list[Whole]:
     """Group the events of each collective, in the order in which the collectives began."""
     sizes = {
-        (rank, c["name"]): len(c["ranks"]) or run.ranks
-        for rank, part in run.parts.items()
-        for c in part.get("communicators") or ()
+        (rank, c["name"]): len(c["ranks"]) or run.ranks for rank, c in run.facts("communicators")
     }
     found: dict[Key, Whole] = {}
     for event in run.events:
@@ -89,8 +87,7 @@ def schedules(run: Run) -> dict[tuple[str, str, int], Schedule]:
     """The run's schedules with root 0, by (collective, algorithm, ranks)."""
     return {
         (s["collective"], s["algorithm"], s["ranks"]): _proved(s)
-        for part in run.parts.values()
-        for s in part.get("schedules") or ()
+        for _, s in run.facts("schedules")
         if s["root"] == 0
     }
 
@@ -138,9 +135,9 @@ def network(run: Run, wholes: Sequence[Whole], priced: Mapping[Kind, Price]) -> 
 
     Such a fit only shows which collectives are out of line.
     """
-    comms = [c for part in run.parts.values() for c in part.get("communicators") or ()]
-    link = comms[0].get("link") if comms else None
-    if link and all(c.get("link") == link for c in comms):
+    links = [c.get("link") for _, c in run.facts("communicators")]
+    link = links[0] if links else None
+    if link and all(other == link for other in links):
         machine = Machine(link["latency"], 1 / link["bandwidth"], 0.0)
         return Network(machine, "the emulated link's α and β")
     rows = [

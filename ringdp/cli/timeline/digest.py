@@ -64,7 +64,7 @@ def digest(run: Run, bench: str | None, tell: Callable[[str], None]) -> dict[str
         "names": list(names),
         "lanes": lanes,
         "waits": {rank: _waits(events[rank]) for rank in sorted({e["pid"] for e in run.events})},
-        "shares": [share(rank, events[rank], came)._asdict() for rank in sorted(run.parts)],
+        "shares": [share(rank, events[rank], came)._asdict() for rank in run.parts],
         "memory": [*_memory(run, events)],
         "collectives": [_collective(w, over, priced) for w in wholes],
         "chunks": chunks,
@@ -197,11 +197,7 @@ def _collective(whole: Whole, over: Network | None, priced: Mapping[Kind, Price]
 
 def _chunks(run: Run, wholes: list[Whole], names: Names) -> list[list[list[float]]]:
     """Each collective's chunks: [rank, name, begin, duration, round, piece, waited, bytes]."""
-    comms = {
-        (rank, c["lane"]): c["name"]
-        for rank, part in run.parts.items()
-        for c in part.get("communicators") or ()
-    }
+    comms = {(rank, c["lane"]): c["name"] for rank, c in run.facts("communicators")}
     places: dict[Key, int] = {w.key: i for i, w in enumerate(wholes)}
     found: list[list[list[float]]] = [[] for _ in wholes]
     for e in run.events:
@@ -216,31 +212,29 @@ def _chunks(run: Run, wholes: list[Whole], names: Names) -> list[list[list[float
 
 
 def _memory(run: Run, events: Mapping[int, list[Event]]) -> Iterable[dict[str, Any]]:
-    for rank, part in sorted(run.parts.items()):
-        counters = [e for e in events[rank] if e["ph"] == "C"]
-        for engine in part.get("engines") or ():
-            points = [
-                [_us(e["ts"]), *(e["args"][c] for c in HELD)]
-                for e in counters
-                if e["name"] == engine["counter"]
-            ]
-            if not points:
-                continue
-            formula, adams = engine["formula"], ADAMS.issuperset(engine.get("optimizers") or ADAMS)
-            yield {
-                "rank": rank,
-                "stage": engine["stage"],
-                "optimizers": " and ".join(engine.get("optimizers") or ()),
-                "points": sorted(points),
-                "formula": [
-                    formula[FORMULA.get(c, c)] if c != "optimizer" or adams else None for c in HELD
-                ],
-            }
+    for rank, engine in run.facts("engines"):
+        points = [
+            [_us(e["ts"]), *(e["args"][c] for c in HELD)]
+            for e in events[rank]
+            if e["ph"] == "C" and e["name"] == engine["counter"]
+        ]
+        if not points:
+            continue
+        formula, adams = engine["formula"], ADAMS.issuperset(engine.get("optimizers") or ADAMS)
+        yield {
+            "rank": rank,
+            "stage": engine["stage"],
+            "optimizers": " and ".join(engine.get("optimizers") or ()),
+            "points": sorted(points),
+            "formula": [
+                formula[FORMULA.get(c, c)] if c != "optimizer" or adams else None for c in HELD
+            ],
+        }
 
 
 def _notes(run: Run) -> Iterable[str]:
     yield from run.missing.values()
-    for rank, part in sorted(run.parts.items()):
+    for rank, part in run.parts.items():
         if part["lost"]:
             yield f"rank {rank} had no room for {part['lost']:,} spans"
         if part["clock_error_us"]:

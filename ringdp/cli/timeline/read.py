@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from glob import escape, glob
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -90,12 +90,16 @@ ABOUT: Shape = {"ranks": RANKS, "missing": dict, "parts": dict}
 
 
 class Run(NamedTuple):
-    """A trace. `parts` holds what each rank reported about itself, by rank."""
+    """A trace. `parts` holds what each rank reported about itself, in rank order."""
 
     ranks: int
     missing: Mapping[str, str]  # by rank, why its part is missing
     parts: Mapping[int, Mapping[str, Any]]
     events: list[Event]
+
+    def facts(self, kind: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+        """The ranks' reports of one kind, such as "communicators", each with its rank."""
+        return ((rank, fact) for rank, part in self.parts.items() for fact in part.get(kind) or ())
 
 
 def read(path: Path) -> Run:
@@ -121,7 +125,7 @@ def read(path: Path) -> Run:
         _check_trace(about, document)
     except ValueError as error:
         raise UsageError(f"{path} is damaged: {error}; {WRITTEN_BY}") from None
-    parts = {int(rank): part for rank, part in about["parts"].items()}
+    parts = {int(rank): about["parts"][rank] for rank in sorted(about["parts"], key=int)}
     return Run(about["ranks"], about["missing"], parts, document["traceEvents"])
 
 
