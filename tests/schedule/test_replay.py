@@ -224,6 +224,15 @@ def test_the_explanation_stays_visible_below_a_tall_grid(browse):
 
 
 @needs_browser
+def test_tab_reaches_the_chunk_that_had_the_focus_last(browse):
+    script = """
+        cells[5].cell.dispatchEvent(new FocusEvent("focus"));
+        document.title = cells.flatMap(({ cell }, at) => cell.tabIndex < 0 ? [] : at).join();"""
+    page = html(schedule("all_reduce", "ring", 4), "all_reduce")
+    assert browse(page, script=script).texts["title"] == "5"
+
+
+@needs_browser
 def test_controls_are_disabled_without_transfers(browse):
     dom = browse(html(schedule("all_reduce", "ring", 1), "all_reduce"))
     assert dom.texts["round"] == "nothing moves"
