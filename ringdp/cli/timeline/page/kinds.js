@@ -2,19 +2,14 @@
 let kinds = [];
 
 function groupKinds() {
-  const groups = new Map();
-  data.collectives.forEach((c, i) => {
-    const key = [c.collective, c.algorithm, c.ranks, c.bytes].join(" ");
-    if (!groups.has(key)) groups.set(key, { ...c, all: [] });
-    if (c.whole) groups.get(key).all.push(i);
+  const whole = data.collectives.map((c, place) => ({ ...c, place })).filter((c) => c.whole);
+  const key = (c) => [c.collective, c.algorithm, c.ranks, c.bytes].join(" ");
+  kinds = [...Map.groupBy(whole, key).values()].map((all) => {
+    const of = (name) => median(all.map((c) => c[name]));
+    const slowest = all.reduce((a, b) => (b.measured > a.measured ? b : a)).place;
+    return { ...all[0], times: all.length, measured: of("measured"), late: of("late"), slowest };
   });
-  kinds = [...groups.values()].filter((k) => k.all.length).map((k) => {
-    const of = (name) => k.all.map((i) => data.collectives[i][name]);
-    const slowest = k.all.reduce((a, b) =>
-      data.collectives[b].measured > data.collectives[a].measured ? b : a);
-    return { ...k, measured: median(of("measured")), late: median(of("late")), slowest };
-  });
-  kinds.sort((a, b) => b.measured * b.all.length - a.measured * a.all.length);
+  kinds.sort((a, b) => b.measured * b.times - a.measured * a.times);
 }
 
 const colorOfKind = (kind) =>
@@ -24,7 +19,7 @@ function drawKinds() {
   const head = ["collective", "algorithm", "ranks", "bytes", "times", "measured", "predicted",
     "measured / predicted", "late"];
   table("kinds", head, kinds.map((k) => [k.collective, k.algorithm, k.ranks, bytes(k.bytes),
-    k.all.length.toLocaleString("en"), us(k.measured), k.predicted === null ? "–" : us(k.predicted),
+    k.times.toLocaleString("en"), us(k.measured), k.predicted === null ? "–" : us(k.predicted),
     k.predicted ? (k.measured / k.predicted).toFixed(2) : "–", us(k.late)]),
   (i) => { choose(kinds[i].slowest); byId("which").scrollIntoView({ block: "center" }); });
   const dots = kinds.filter((k) => k.predicted > 0 && k.measured > 0);

@@ -154,14 +154,9 @@ const move = (share) => show(...view.map((t) => t + share * (view[1] - view[0]))
 
 // Show from one optimizer step to the next. Ranks are alike, so the first rank's steps count.
 function nextStep() {
-  const rank = data.lanes[0]?.rank, ends = [];
-  for (const lane of data.lanes) {
-    if (lane.rank !== rank) continue;
-    for (const [, category, begin, duration] of lane.spans) {
-      if (data.names[category] === "step") ends.push(begin + duration);
-    }
-  }
-  ends.sort((a, b) => a - b);
+  const spans = data.lanes.filter((l) => l.rank === data.lanes[0].rank).flatMap((l) => l.spans);
+  const steps = spans.filter(([, category]) => data.names[category] === "step");
+  const ends = steps.map(([, , begin, duration]) => begin + duration).sort((a, b) => a - b);
   if (ends.length < 2) return;
   const whole = view[1] - view[0] > 0.99 * (last - first);
   let i = whole ? 0 : ends.findIndex((t) => t > view[0] + 1);
