@@ -63,10 +63,7 @@ def batch(
     """The global batch of a step: `rows` windows at random offsets drawn from (seed, step)."""
     tokens = np.frombuffer(text, dtype=np.uint8)
     starts = np.random.default_rng((seed, step)).integers(0, len(tokens) - context, size=rows)
-    rows_of_bytes: npt.NDArray[np.int64] = tokens[starts[:, None] + np.arange(context + 1)].astype(
-        np.int64
-    )
-    return rows_of_bytes
+    return np.asarray(tokens[starts[:, None] + np.arange(context + 1)], dtype=np.int64)
 
 
 def _files(path: Path) -> list[Path]:
