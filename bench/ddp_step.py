@@ -162,22 +162,19 @@ def overlapped(rounds: int) -> list[Overlap]:
         steps[f"communication {cap}"] = partial(communicate, together, copies[cap])
         steps[f"together {cap}"] = partial(both, together)
     times = interleaved(steps, "over the link", rounds)
-    found = []
-    for cap in CAPS:
-        together = times[f"together {cap}"]
-        found.append(
-            Overlap(
-                bucket_mib=cap,
-                mb_per_s=round(link.bandwidth / 1e6, 1),
-                communication=median_ms(times[f"communication {cap}"]),
-                together=median_ms(together),
-                silent=median_ms(times["silent"]),
-                backward=round(1e3 * backward, 1),
-                copies=median_ms(copies[cap]),
-                exposed=round(1e3 * longer(together, times["silent"]), 1),
-            )
+    return [
+        Overlap(
+            bucket_mib=cap,
+            mb_per_s=round(link.bandwidth / 1e6, 1),
+            communication=median_ms(times[f"communication {cap}"]),
+            together=median_ms(times[f"together {cap}"]),
+            silent=median_ms(times["silent"]),
+            backward=round(1e3 * backward, 1),
+            copies=median_ms(copies[cap]),
+            exposed=round(1e3 * longer(times[f"together {cap}"], times["silent"]), 1),
         )
-    return found
+        for cap in CAPS
+    ]
 
 
 def median_ms(seconds: Sequence[float]) -> float:

@@ -45,7 +45,6 @@ COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "reduce_scatter", "all_gath
 SIZES = tuple(1 << k for k in range(16, 25))  # bytes; the fit uses every second one
 SHAPE = gpt.Shape(context=128, width=256, heads=4, blocks=6)
 ROWS = 1
-MEMORY = "shared memory"
 Key = tuple[int, Collective, int]  # ranks, collective, bytes
 CALLS, STEPS = 9, 5
 
@@ -151,19 +150,11 @@ def trained(host: dict[str, Machine]) -> list[Run]:
     clock = ringdp.init()
     model = gpt.build(SHAPE, seed=0)
     rates = measured_rates(clock, model)
-    networks = {
-        MEMORY: (
-            ringdp.init(),
-            Network(host["all_reduce"], MEMORY, cores=2, fitted=host, yields=True),
-        ),
-        "link": (
-            ringdp.init(link=LINK),
-            Network(Machine(LINK.latency, 1 / LINK.bandwidth, 0), "link"),
-        ),
-    }
+    shared = Network(host["all_reduce"], "shared memory", cores=2, fitted=host, yields=True)
+    linked = Network(Machine(LINK.latency, 1 / LINK.bandwidth, 0), "link")
     return [
         one(clock, model, comm, stage.number, rates, network)
-        for comm, network in networks.values()
+        for comm, network in ((ringdp.init(), shared), (ringdp.init(link=LINK), linked))
         for stage in STAGES
     ]
 
