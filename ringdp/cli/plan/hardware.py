@@ -38,19 +38,10 @@ ASSUMED_ALPHA = 1e-5  # s per message
 LEAST_RATE, MOST_RATE = 1e-6, 1e9  # Gb/s or GB/s
 
 
-class Measured(NamedTuple):
-    """The range that bench files cover."""
-
-    collectives: frozenset[str]
-    ranks: frozenset[int]
-    least: int  # bytes
-    most: int
-
-
 class Network(NamedTuple):
     machine: Machine
     source: str
-    measured: Measured | None = None  # None: datasheets
+    measured: Sequence[Row] = ()  # those of bench files that were fitted; none: datasheets
     cores: int | None = None  # of the host, if cores move the bytes; None if a device does
     fitted: Mapping[str, Machine] = {}  # by collective, each fitted to its own rows
     yields: bool = False  # in host memory. See Note [gathers yield to reductions]
@@ -65,16 +56,16 @@ class Network(NamedTuple):
 
     def beyond(self, collectives: set[str], n: int, sizes: set[int]) -> list[str]:
         """How a prediction for these goes beyond what was measured, in words."""
-        if self.measured is None:
+        if not self.measured:
             return ["nothing was measured: datasheet bandwidth, and α is assumed"]
-        found, m = [], self.measured
-        if n not in m.ranks:
-            found.append(f"{n} ranks, measured {', '.join(map(str, sorted(m.ranks)))}")
-        out = sorted(s for s in sizes if not m.least <= s <= m.most)
-        if out:
-            found.append(f"{out[-1]:,} bytes of buffers, measured {m.least:,} to {m.most:,}")
-        if more := sorted(collectives - m.collectives):
-            found.append(f"{', '.join(more)}, measured {', '.join(sorted(m.collectives))}")
+        found = []
+        if n not in (ranks := {r.ranks for r in self.measured}):
+            found.append(f"{n} ranks, measured {', '.join(map(str, sorted(ranks)))}")
+        least, most = (of(r.bytes for r in self.measured) for of in (min, max))
+        if out := [s for s in sizes if not least <= s <= most]:
+            found.append(f"{max(out):,} bytes of buffers, measured {least:,} to {most:,}")
+        if more := sorted(collectives - self.fitted.keys()):
+            found.append(f"{', '.join(more)}, measured {', '.join(sorted(self.fitted))}")
         if self.yields:
             found.append("the optimizer, at the bytes/s of the largest collective")
         return found
@@ -153,7 +144,6 @@ def from_files(given: str) -> Network:
         raise UsageError(
             f"--network: {named} holds no row of ringdp's own algorithms; allowed: at least one"
         )
-    sizes = [r.bytes for r in rows]
     collectives = dict.fromkeys(r.collective for r in rows)
     transport = rows[0].transport
     cores = str(reports[0].machine.get("cores"))
@@ -161,9 +151,7 @@ def from_files(given: str) -> Network:
     return Network(
         machine=fitted(rows),
         source=f"fitted to {len(rows)} {transport} rows of {named}",
-        measured=Measured(
-            frozenset(collectives), frozenset(r.ranks for r in rows), min(sizes), max(sizes)
-        ),
+        measured=rows,
         cores=None if transport in gpus.OURS else int(cores) if cores.isdecimal() else 0,
         fitted={c: fitted(r for r in rows if r.collective == c) for c in collectives},
         yields=yields,
