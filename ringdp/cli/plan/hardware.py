@@ -90,14 +90,16 @@ def network(
                     f"{option} is {value}; allowed: none with {given}, which says its own"
                 )
         return from_files(given)
-    node = PER_NODE if per_node is None else per_node
-    within = ranks <= node
-    if within and given is not None:
-        raise UsageError(
-            f"--network is {given!r}, between nodes; allowed: none with --ranks {ranks}, which are "
-            f"on one node of {node} (--per-node)"
-        )
-    if not within and ranks % node:
+    has, node = DEVICES[device], PER_NODE if per_node is None else per_node
+    alpha, gamma = ASSUMED_ALPHA if alpha is None else alpha, 3 / has.bandwidth
+    if ranks <= node:
+        if given is not None:
+            raise UsageError(
+                f"--network is {given!r}, between nodes; allowed: none with --ranks {ranks}, which "
+                f"are on one node of {node} (--per-node)"
+            )
+        return Network(Machine(alpha, 1 / has.link, gamma), f"{device}'s links within its node")
+    if ranks % node:
         raise UsageError(
             f"--ranks is {ranks}; allowed: a multiple of --per-node, which is {node}, or fewer"
         )
@@ -109,12 +111,7 @@ def network(
             "with commas .json files of `ringdp bench --json`; a rate from "
             f"{LEAST_RATE:g} to {MOST_RATE:g}"
         )
-    has = DEVICES[device]
     rate = float(match[1]) * 1e9 / (8 if match[2] == "Gb" else 1)
-    alpha = ASSUMED_ALPHA if alpha is None else alpha
-    gamma = 3 / has.bandwidth
-    if within:
-        return Network(Machine(alpha, 1 / has.link, gamma), f"{device}'s links within its node")
     return Network(
         Machine(alpha, 1 / rate, gamma),
         f"{match[1]}{match[2]}/s a rank, as if all messages crossed nodes",
