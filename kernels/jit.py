@@ -80,7 +80,9 @@ class Kernel:
                 return launch
         named = {name: triton_dtype(x) for name, x in constants.items()}
         compiled = self.function[(programs,)](*args, **named, **self.options)
-        found = self._variants[key] = variant_of(compiled, self.unspecialized)
+        if key not in self._variants:
+            self._variants[key] = variant_of(compiled, self.unspecialized)
+        found = self._variants[key]
         return found and found.launch(programs, values)
 
 
