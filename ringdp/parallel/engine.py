@@ -28,8 +28,8 @@ import torch
 from torch import Tensor, nn
 
 from ringdp.errors import UsageError
-from ringdp.parallel.accounting.accounts import Accounts
-from ringdp.parallel.accounting.memory import Ledger
+from ringdp.parallel.accounting.formula import formula, traffic
+from ringdp.parallel.accounting.memory import Ledger, Memory, state_bytes
 from ringdp.parallel.autograd_state import in_backward, transformed
 from ringdp.parallel.backward import Backwards
 from ringdp.parallel.gathering import Gathering
@@ -39,7 +39,6 @@ from ringdp.parallel.optimizer import state as optim_state
 from ringdp.parallel.precision import Precision
 from ringdp.parallel.reducing import Reducing
 from ringdp.parallel.stages import Keep, Stage
-from ringdp.parallel.tracing.engine import EngineTracer
 from ringdp.parallel.tracing.patching import Traced
 from ringdp.parallel.unit import FlatUnit, State
 from ringdp.parallel.values.inputs import cast_at, move_inputs
@@ -47,10 +46,8 @@ from ringdp.parallel.values.outputs import UnitOutputs
 from ringdp.tape import recorder
 
 
-class Engine(Accounts, Traced):
+class Engine(Traced):
     """Shards one model's parameters and gradients as its stage says. Created by `shard`."""
-
-    tracer = EngineTracer
 
     def __init__(
         self,
@@ -98,7 +95,6 @@ class Engine(Accounts, Traced):
             sliced.register((p for u in units for p in u.parameters), self)
         else:
             state_dict.of_masters(model, self.gathering, self._unmanaged, add_hook)
-        recorder.join(self)
 
     def _add_hook(
         self, register: Callable[..., Any], call: Callable[..., Any], **options: Any
@@ -211,6 +207,51 @@ class Engine(Accounts, Traced):
         steps.restore(self.units, self._emptied)
 
     # ---- for the user
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes; if that is a GPU, inputs are moved there."""
+        return self.ledger.device
+
+    def memory(self, optimizer: torch.optim.Optimizer) -> Memory:
+        """Bytes on this rank as counted so far; peaks are over the whole run."""
+        now, peak = self.ledger.now, self.ledger.peak
+        return Memory(
+            parameters=now["parameters"],
+            gathered_peak=peak["gathered"],
+            gradients=now["gradients"],
+            buckets=peak["passing"] - peak["gathered"],
+            optimizer=state_bytes(optimizer.state.values()),
+        )
+
+    def memory_formula(self, *, per_element: int = 8, per_parameter: int = 4) -> Memory:
+        """What `memory` must be. The defaults are the optimizer bytes of Adam in float32."""
+        return formula(
+            [u.plan for u in self.units],
+            self.groups,
+            self.stage,
+            self.comm.rank,
+            widths=[u.widths for u in self.units],
+            limit=self.gathering.limit,
+            overlap=self.reducing.overlap,
+            yields=self.gathering.reducing is not None,
+            per_element=per_element,
+            per_parameter=per_parameter,
+        )
+
+    def sent_bytes(self) -> int:
+        """Bytes this rank has sent for gathers and reductions so far."""
+        return self.gathering.comm.sent_bytes() + self.reducing.comm.sent_bytes()
+
+    def traffic_formula(self) -> int:
+        """Bytes this rank sends in a step of one forward and one backward."""
+        return traffic(
+            [u.plan for u in self.units],
+            self.groups,
+            self.stage,
+            widths=[u.widths for u in self.units],
+            limit=self.gathering.limit,
+        )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

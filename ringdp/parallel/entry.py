@@ -20,6 +20,7 @@ from ringdp.parallel.offload import Offload
 from ringdp.parallel.precision import ModuleRule, Precision
 from ringdp.parallel.replicas import broadcast, check_equal, check_writable, facts_of
 from ringdp.parallel.stages import Stage, stage_of
+from ringdp.parallel.tracing.engine import EngineTracer
 from ringdp.parallel.unit import FlatUnit
 from ringdp.parallel.units import UnitSpec, find_units
 
@@ -99,6 +100,7 @@ def shard(
         prefetch_bytes=prefetch_bytes if overlap else 0,
         overlap=overlap,
     )
+    engine.trace_by(EngineTracer)
     copies.mark(model)
     return engine
 

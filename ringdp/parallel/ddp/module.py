@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +23,7 @@ from ringdp.parallel.ddp.profiling import broadcast, span
 from ringdp.parallel.ddp.reducer import Reducer
 from ringdp.parallel.ddp.runtime_log import RuntimeLog
 from ringdp.parallel.ddp.state import ARMED, RESTING, UNDER_WAY
+from ringdp.parallel.ddp.tracing import ReducerTracer
 from ringdp.parallel.ddp.uneven_inputs import Status, UnevenInputs
 from ringdp.parallel.guards import copies
 from ringdp.parallel.join import JoinableOverGroup, Shadow
@@ -161,6 +161,7 @@ class Replica(nn.Module, JoinableOverGroup):
         made = Reducer(
             self._trainable, comm, self.settings, self._mixed_precision, self._runtime_log
         )
+        made.trace_by(ReducerTracer)
         made.hook, self._reducer = self._hook, made
         return made
 
@@ -342,7 +343,5 @@ class Replica(nn.Module, JoinableOverGroup):
                 "DDP Pickling/Unpickling are only supported when using DDP with the default "
                 "process group, that is without process_group=; so is deepcopy"
             )
-        state = copy.copy(self.__dict__)
-        state["_comm"] = state["_reducer"] = state["_uneven"] = state["_group"] = None
-        state["_join_config"], state["_outer"] = ALONE, ()
-        return state
+        state = self.__dict__ | dict.fromkeys(("_comm", "_reducer", "_uneven", "_group"))
+        return state | {"_join_config": ALONE, "_outer": ()}

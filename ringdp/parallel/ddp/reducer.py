@@ -50,15 +50,12 @@ from ringdp.parallel.ddp.mixed_precision import MixedPrecision
 from ringdp.parallel.ddp.profiling import all_reduce, broadcast, span
 from ringdp.parallel.ddp.runtime_log import GRADIENT, GRADIENTS, REDUCING, RuntimeLog
 from ringdp.parallel.ddp.state import ARMED, ENDING, RESTING, RUNNING, UNDER_WAY
-from ringdp.parallel.ddp.tracing import ReducerTracer, TracedReducer
 from ringdp.parallel.ddp.uneven_inputs import UnevenInputs
-from ringdp.tape import recorder
+from ringdp.parallel.tracing.patching import Traced
 
 
-class Reducer(TracedReducer):
+class Reducer(Traced):
     """The reducer of one DDP, over a communicator of its own."""
-
-    tracer = ReducerTracer
 
     @torch.inference_mode(False)  # a copy may be made in it, and trained later
     def __init__(
@@ -92,7 +89,6 @@ class Reducer(TracedReducer):
         self.unused: list[int] | None = None  # here, in the last backward
         self._steady = True  # whether they were the same in every backward
         self.grad_hooks = GradHooks(self, [t.parameter for t in parameters])
-        recorder.join(self)
 
     def _build(self, order: Sequence[int] = ()) -> None:
         """Make the buckets. `order`: that of the gradients, once it is known."""

@@ -10,24 +10,17 @@ from time import monotonic_ns
 
 from torch.autograd import Variable
 
-from ringdp.comm import Communicator
 from ringdp.parallel.ddp.bucket import Bucket
-from ringdp.parallel.ddp.state import RESTING, State
-from ringdp.parallel.tracing.patching import Patches, Traced
+from ringdp.parallel.ddp.reducer import Reducer
+from ringdp.parallel.ddp.state import RESTING
+from ringdp.parallel.tracing.patching import Patches
 from ringdp.tape.recorder import Recorder
-
-
-class TracedReducer(Traced):
-    """The part of a Reducer that its tracer reads."""
-
-    comm: Communicator
-    state: State
 
 
 class ReducerTracer:
     """Traces one reducer."""
 
-    def __init__(self, reducer: TracedReducer, recorder: Recorder) -> None:
+    def __init__(self, reducer: Reducer, recorder: Recorder) -> None:
         self._reducer, self._recorder = reducer, recorder
         self._forward: int | None = None  # start (ns)
         self._backward: int | None = None

@@ -20,8 +20,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from ringdp.parallel.accounting.accounts import Accounts
 from ringdp.parallel.autograd_state import in_backward
+from ringdp.parallel.engine import Engine
 from ringdp.parallel.tracing.memory import MemoryTracer
 from ringdp.parallel.tracing.patching import Patches
 from ringdp.parallel.unit import FlatUnit
@@ -33,7 +33,7 @@ Group = Sequence[int]  # units of one module
 class EngineTracer:
     """Traces one engine."""
 
-    def __init__(self, engine: Accounts, recorder: Recorder) -> None:
+    def __init__(self, engine: Engine, recorder: Recorder) -> None:
         self.engine, self.recorder = engine, recorder
         self._forwards: list[tuple[Group, int]] = []  # running, innermost last; start (ns)
         self._backwards: dict[int, int] = {}  # a group's first unit -> start (ns)

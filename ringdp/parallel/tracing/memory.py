@@ -13,15 +13,15 @@ from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
 
-from ringdp.parallel.accounting.accounts import Accounts
 from ringdp.parallel.accounting.memory import state_bytes
+from ringdp.parallel.engine import Engine
 from ringdp.tape.recorder import Args, Counter, Recorder
 
 
 class MemoryTracer:
     """Counts one engine's memory. `facts`: what else the trace records of the engine."""
 
-    def __init__(self, engine: Accounts, recorder: Recorder, facts: Callable[[], Args]) -> None:
+    def __init__(self, engine: Engine, recorder: Recorder, facts: Callable[[], Args]) -> None:
         self._engine, self._recorder, self._facts = engine, recorder, facts
         self._ours = {id(p) for unit in engine.units for p in unit.parameters}
         self._states = WeakKeyDictionary[Optimizer, tuple[int, int]]()  # (states, bytes)

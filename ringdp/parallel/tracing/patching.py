@@ -7,7 +7,7 @@ from functools import partial
 from time import monotonic_ns
 from typing import Any
 
-from ringdp.tape.recorder import Recorder
+from ringdp.tape.recorder import Recorder, join
 
 Method = Callable[..., Any]
 
@@ -62,13 +62,17 @@ class Patches:
 
 
 class Traced:
-    """A `tape.recorder.Source`: while a trace runs, an instance of `tracer` is attached to it."""
+    """A `tape.recorder.Source`: while a trace runs, a tracer is attached to it."""
 
-    tracer: type[Any]
     _tracer: Any
 
+    def trace_by(self, tracer: Callable[[Any, Recorder], Any]) -> None:
+        """From now on take part in traces, by `tracer(self, recorder)`, until its `end`."""
+        self._traced_by = tracer
+        join(self)
+
     def tape_on(self, recorder: Recorder) -> None:
-        self._tracer = self.tracer(self, recorder)
+        self._tracer = self._traced_by(self, recorder)
 
     def tape_drain(self) -> None:
         """Nothing is buffered outside the recorder."""
