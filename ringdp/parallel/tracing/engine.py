@@ -12,9 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from time import monotonic_ns
-from typing import Any
 
-import torch
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -23,9 +21,9 @@ from torch.optim.optimizer import (
 from ringdp.parallel.autograd_state import in_backward
 from ringdp.parallel.engine import Engine
 from ringdp.parallel.tracing.memory import MemoryTracer
-from ringdp.parallel.tracing.patching import Patches
+from ringdp.parallel.tracing.patching import Patches, Traced
 from ringdp.parallel.unit import FlatUnit
-from ringdp.tape.recorder import Args, Recorder, join
+from ringdp.tape.recorder import Args, Recorder
 
 Group = Sequence[int]  # units of one module
 
@@ -145,28 +143,22 @@ class EngineTracer:
 class OptimizerTracer:
     """Traces the steps of all optimizers."""
 
-    def __init__(self) -> None:
-        self._handles: list[Any] = []
-        self._since: list[int] = []
+    def __init__(self, _: object, recorder: Recorder) -> None:
+        began: list[int] = []  # ns, of the steps that run
 
-    def tape_on(self, recorder: Recorder) -> None:
         def begins(*_: object) -> None:
-            self._since.append(monotonic_ns())
+            began.append(monotonic_ns())
 
-        def ended(optimizer: torch.optim.Optimizer, *_: object) -> None:
-            if self._since:
-                recorder.span("optimizer step", "step", self._since.pop())
+        def ended(*_: object) -> None:
+            if began:  # else the trace began amid it
+                recorder.span("optimizer step", "step", began.pop())
 
-        self._since.clear()
         self._handles = [
             register_optimizer_step_pre_hook(begins),
             register_optimizer_step_post_hook(ended),
         ]
 
-    def tape_drain(self) -> None:
-        """Nothing is buffered outside the recorder."""
-
-    def tape_off(self) -> None:
+    def end(self) -> None:
         for handle in self._handles:
             handle.remove()
 
@@ -175,5 +167,5 @@ def _name(unit: FlatUnit) -> str:
     return unit.plan.name or "root"
 
 
-_OPTIMIZERS = OptimizerTracer()
-join(_OPTIMIZERS)
+_OPTIMIZERS = Traced()
+_OPTIMIZERS.trace_by(OptimizerTracer)
