@@ -14,7 +14,7 @@ or a unit that had ended before had it as one.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -48,17 +48,18 @@ class UnitOutputs:
 
     def returned(self, output: Any, passed: Sequence[Any]) -> tuple[Any, list[Tensor]]:
         """For a forward with arguments `passed` that has just returned `output`: what to return
-        instead (see `outliving`), and the tensors at whose gradients its backward starts."""
+        instead (see `_outliving`), and the tensors at whose gradients its backward starts."""
         since, begun = 0, 0
         if self._since:
             (since, begun), self._since[-1] = self._since[-1] or (0, 0), None
-        dies = FreedMemory(unit.full for unit in self._units if unit.freed)
+        full = [unit.full.untyped_storage() for unit in self._units if unit.freed]
+        freed = {memory.data_ptr() for memory in full if memory.nbytes()}
         records = torch.is_grad_enabled()
-        left = [*self._left(passed)] if dies or records else []
-        for t in left if dies else ():  # views of weights get memory of their own
-            if dies(t) and not isinstance(t, nn.Parameter):
+        left = [*self._left(passed)] if freed or records else []
+        for t in left:  # views of weights get memory of their own
+            if _is_in(freed, t) and not isinstance(t, nn.Parameter):
                 t.data = t.data.clone()
-        output = outliving(output, dies, self._units[0].plan.name)
+        output = _outliving(output, freed, self._units[0].plan.name)
         if not records:
             return output, []
 
@@ -114,25 +115,14 @@ def _in_attributes(module: nn.Module) -> Iterator[Tensor]:
                     yield inner
 
 
-class FreedMemory:
-    """Tells whether a tensor is in the memory of `freed`, which will be freed. False if empty."""
-
-    def __init__(self, freed: Iterable[Tensor]) -> None:
-        self._gone = {t.untyped_storage().data_ptr() for t in freed if t.untyped_storage().nbytes()}
-
-    def __bool__(self) -> bool:
-        return bool(self._gone)
-
-    def __call__(self, t: Tensor) -> bool:
-        return (
-            bool(self._gone)
-            and t.layout is torch.strided
-            and bool(t.numel())
-            and t.untyped_storage().data_ptr() in self._gone
-        )
+def _is_in(memory: Collection[int], t: Tensor) -> bool:
+    """Whether the tensor has elements there. `memory`: addresses of storages."""
+    if not memory or t.layout is not torch.strided or not t.numel():
+        return False
+    return t.untyped_storage().data_ptr() in memory
 
 
-def outliving(output: Any, dies: FreedMemory, unit: str) -> Any:
+def _outliving(output: Any, freed: Collection[int], unit: str) -> Any:
     """`output` with copies of tensors in memory that will be freed, and with views of leaves.
 
     Leaves are tensors that require gradients, so that hooks on the views go with the graph; without
@@ -145,17 +135,20 @@ def outliving(output: Any, dies: FreedMemory, unit: str) -> Any:
             return isinstance(t, nn.Parameter)
         return t.is_leaf and t.requires_grad
 
+    def dies(t: Tensor) -> bool:
+        return _is_in(freed, t)
+
     def changes(t: Tensor) -> bool:
         return dies(t) or is_leaf(t)
 
     def one(t: Tensor) -> Tensor:
         return t.clone() if dies(t) else t.view_as(t)
 
-    if dies and any(isinstance(x, Iterator) for x in tree_leaves(output)):
+    if freed and any(isinstance(x, Iterator) for x in tree_leaves(output)):
         raise _refusal(unit, "an iterator, and what comes out of that may be")
     if any(map(changes, tensors(output))):
         output = map_tensors(one, output, which=changes, deep=DEEP)
-        if dies and any(map(dies, tensors(output))):
+        if any(map(dies, tensors(output))):
             raise _refusal(unit, "a function, or an object that cannot be copied, which has")
     return output
 
