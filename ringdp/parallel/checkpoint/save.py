@@ -60,8 +60,7 @@ def save(
             modules, states = pack(engine.model)
             if optimizer is not None:
                 engine.take(optimizer)
-            own = _RankData()
-            own.add(engine, optimizer, found, states)
+            own = _RankData(engine, optimizer, found, states)
             groups = groups_of(optimizer, found) if optimizer else None
             about = [groups, extra or {}, modules, optimizer and type(optimizer).__name__]
             _check_json([own.scalars, about])
@@ -116,16 +115,7 @@ def _check_keys(value: Any, name: str) -> None:
 class _RankData:
     """What this rank writes: tensors, and for the index their facts, and scalars."""
 
-    def __init__(self) -> None:
-        self.tensors: dict[str, Tensor] = {}
-        self.facts: dict[str, list[Any]] = {}  # dtype, whole shape, begin, end, shape if single
-        self.scalars: dict[str, list[Any]] = {}
-
-    def places(self) -> dict[str, list[int]]:
-        """The offset of each tensor's first element in the whole one."""
-        return {k: [begin * (single is None)] for k, (_, _, begin, _, single) in self.facts.items()}
-
-    def add(
+    def __init__(
         self,
         engine: Engine,
         optimizer: torch.optim.Optimizer | None,
@@ -133,6 +123,9 @@ class _RankData:
         states: dict[str, Tensor],
     ) -> None:
         """`states`: the tensors in modules' extra state."""
+        self.tensors: dict[str, Tensor] = {}
+        self.facts: dict[str, list[Any]] = {}  # dtype, whole shape, begin, end, shape if single
+        self.scalars: dict[str, list[Any]] = {}
         for piece in found:
             empty = piece.writes[0] == piece.writes[1]
             if empty and not (torch.Size(piece.shape).numel() == 0 and engine.comm.rank == 0):
@@ -147,6 +140,10 @@ class _RankData:
             buffers = {f"buffer/{n}": b for n, b in persistent_buffers(engine.model).items()}
             for key, value in (buffers | states).items():
                 self._tensor(key, value, list(value.shape), (0, value.numel()))
+
+    def places(self) -> dict[str, list[int]]:
+        """The offset of each tensor's first element in the whole one."""
+        return {k: [begin * (single is None)] for k, (_, _, begin, _, single) in self.facts.items()}
 
     def _state(self, piece: Piece, name: Any, value: Any) -> None:
         if not isinstance(name, str) or "/" in name:
