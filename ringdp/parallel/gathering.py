@@ -140,7 +140,7 @@ class Gathering:
 
     def summon_all(self) -> None:
         """Summon every unit, or none if there is no memory for one. Collective."""
-        self.reshard_all()
+        self.reshard(self.units)
         self.let_write()
         for unit in self.units:
             unit.settle()
@@ -164,12 +164,9 @@ class Gathering:
                 if unit.state is State.SUMMONED:
                     unit.dismiss(write=write and fit)
 
-    def reshard_all(self) -> None:
-        """Reshard every unit; nothing stays in flight."""
-        self.reshard(self.units)
-
     def reshard(self, units: Sequence[FlatUnit]) -> None:
-        """Reshard these units. Raises UsageError for parameters that were written to."""
+        """Reshard these units; of them nothing stays in flight. Raises UsageError for parameters
+        that were written to."""
         lost: list[str] = []
         for unit in units:
             if unit.state is State.GATHERING:
@@ -188,7 +185,7 @@ class Gathering:
         self.forwards.clear()
         self._ahead.clear()
         self._deferred = False
-        self.reshard_all()
+        self.reshard(self.units)
 
     def prefetch(self) -> None:
         """Start to gather the next units."""

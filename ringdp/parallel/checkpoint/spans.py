@@ -37,7 +37,7 @@ def pieces(engine: Engine) -> list[Piece]:
             "within full_parameters() no checkpoint is saved or loaded; leave it first"
         )
     engine.backwards.check_over("a checkpoint is saved or loaded")
-    engine.gathering.reshard_all()
+    engine.gathering.reshard(engine.units)
     engine.gathering.let_write()
     found = []
     for unit in engine.units:

@@ -54,7 +54,7 @@ def of_masters(model: nn.Module, gathering: Gathering, given: Unmanaged, add_hoo
     def rest(module: nn.Module, *_: Any) -> None:
         resting[module] = [u for u in units if u.state is State.UNSHARDED]
         if any(u.state is not State.SHARDED for u in units):
-            gathering.reshard_all()
+            gathering.reshard(gathering.units)
 
     def resume(module: nn.Module, *_: Any) -> None:
         for unit in resting.pop(module, ()):
