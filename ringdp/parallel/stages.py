@@ -49,7 +49,6 @@ STAGES = (
 
 def stage_of(number: int) -> Stage:
     """The stage with that number. Raises UsageError for any but 0..3."""
-    for stage in STAGES:
-        if type(number) is int and stage.number == number:
-            return stage
+    if type(number) is int and 0 <= number < len(STAGES):
+        return STAGES[number]
     raise UsageError(f"stage is {number!r}; it must be 0 (DDP), 1, 2 or 3 (ZeRO)")
