@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -41,7 +42,7 @@ class GradHooks:
             node = get_gradient_edge(p.requires_grad_()).node
             p.requires_grad_(trained)  # a copy may be frozen before its first forward
             if node is not self._nodes.get(index):
-                self._handles.append(node.register_hook(_listener(self._reducer, index)))
+                self._handles.append(node.register_hook(partial(_made, self._reducer, index)))
                 self._nodes[index] = node
 
     def hears(self, index: int) -> bool:
@@ -70,12 +71,9 @@ class GradHooks:
             self._handles.pop().remove()
 
 
-def _listener(ref: weakref.ref[Listener], index: int) -> Callable[..., None]:
-    def made(*_: object) -> None:
-        if (reducer := ref()) is not None:
-            reducer.made(index)
-
-    return made
+def _made(ref: weakref.ref[Listener], index: int, *_: object) -> None:
+    if (reducer := ref()) is not None:
+        reducer.made(index)
 
 
 def take_off_optimizers(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
