@@ -142,6 +142,20 @@ def test_a_batch_norm_may_cast_its_weights_to_the_dtype_of_its_buffers(comm: Com
     engine.close()
 
 
+@on_ranks(2)
+def test_a_sync_batch_norm_computes_in_the_dtype_of_its_buffers(comm: Communicator) -> None:
+    """In training and in evaluation."""
+    norm: Any = ringdp.SyncBatchNorm(9, process_group=comm)
+    plain = nn.BatchNorm1d(9)
+    engine = ringdp.shard(norm, stage=3, precision=Precision(BF16), comm=comm)
+    x = batch(0).bfloat16()
+    norm(x).sum().backward()
+    for mine, theirs in zip(norm.buffers(), plain.buffers(), strict=True):
+        theirs.copy_(mine)
+    assert torch.equal(norm.eval()(x), plain.eval()(x))
+    engine.close()
+
+
 def test_a_weight_tied_across_dtypes_is_refused():
     model = nn.Sequential(nn.Embedding(9, 9), nn.Linear(9, 9, bias=False))
     model[1].weight = model[0].weight

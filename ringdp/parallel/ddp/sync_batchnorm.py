@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
+from torch.nn.functional import batch_norm
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ringdp.comm import Communicator, communicator_of
@@ -58,7 +59,12 @@ class SyncBatchNorm(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
         if not self.training:
-            return super().forward(input)
+            mean = self.running_mean
+            if mean is None:
+                return super().forward(input)
+            # In training, too, weight and bias may have another dtype than these.
+            weight, bias = (t if t is None else t.to(mean.dtype) for t in (self.weight, self.bias))
+            return batch_norm(input, mean, self.running_var, weight, bias, eps=self.eps)
         comm = communicator_of(self.process_group, [input])
         y, mean, m2, count = _Normalize.apply(  # type: ignore[no-untyped-call]
             input, self.weight, self.bias, self.eps, comm
