@@ -109,8 +109,9 @@ def _mixes_dtypes(args: Any, kwargs: Any) -> bool:
 
 
 _A_SLICE = (
-    "is used outside the forward of its unit, or after close(), where it is only this rank's flat "
-    "slice. Read it, or evaluate the model, within full_parameters(); for an L2 term take the "
+    "is used outside the forward of its unit, or after close() or a full_parameters() that ended "
+    "within it, where it is only this rank's flat slice. Read it, or evaluate the model, within "
+    "full_parameters(), entered outside of the forward; for an L2 term take the "
     "optimizer's weight_decay; where a module uses another's weight, let both lie in one unit; "
     "where it is called apart from the one around it, let it be a unit itself."
 )

@@ -25,6 +25,24 @@ class Adafactor(torch.optim.SGD):
     """Has the name of another library's optimizer."""
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_full_parameters_within_a_forward_is_named_where_a_slice_is_used(
+    comm: Communicator, stage: int
+) -> None:
+    model = net()
+    engine = ringdp.shard(model, stage=stage, comm=comm)
+
+    def hook(*_: object) -> None:
+        with engine.full_parameters():
+            pass
+
+    model[1].register_forward_pre_hook(hook)
+    with pytest.raises(UsageError, match=r"full_parameters\(\) that ended within it"):
+        model(batch())
+    engine.close()
+
+
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @on_ranks(2)
 def test_unsupported_uses_are_refused(comm: Communicator, stage: int) -> None:
