@@ -9,6 +9,7 @@ precision, and what is loaded into them would be lost.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -25,23 +26,19 @@ def guard(
 ) -> None:
     """Raise UsageError in state_dict unless `may_save`, in load_state_dict unless `may_load`."""
 
-    def refuse(what: str, allowed: bool, instead: str) -> None:
-        if not allowed:
+    def check(what: str, allowed: Callable[[], bool], instead: str, *_: object) -> None:
+        if not allowed():
             raise UsageError(
                 f"{what} of a sharded model: its parameters are this rank's flat slices{instead}"
             )
 
     save = ". Call it within full_parameters(), or use ringdp.save or ringdp.export."
     load = ", or only read. Call it within full_parameters(write=True), or use ringdp.load."
+    saves = partial(check, "state_dict", may_save, save)
+    loads = partial(check, "load_state_dict", may_load, load)
     for module in model.modules():
-        add_hook(
-            module.register_state_dict_pre_hook,
-            lambda *_: refuse("state_dict", may_save(), save),
-        )
-        add_hook(
-            module.register_load_state_dict_pre_hook,
-            lambda *_: refuse("load_state_dict", may_load(), load),
-        )
+        add_hook(module.register_state_dict_pre_hook, saves)
+        add_hook(module.register_load_state_dict_pre_hook, loads)
 
 
 def of_masters(model: nn.Module, gathering: Gathering, given: Unmanaged, add_hook: AddHook) -> None:
