@@ -51,12 +51,8 @@ class RuntimeLog:
     def sample(self, rate: int) -> None:
         """Sample every `rate`-th iteration. Raises UsageError for a rate below 1."""
         if rate < 1:
-            raise self.failed(
-                UsageError(
-                    f"the rate is {rate}; DDP runtime logging sample rate should be equal or "
-                    "greater than 1"
-                )
-            )
+            why = "DDP runtime logging sample rate should be equal or greater than 1"
+            raise self.failed(UsageError(f"the rate is {rate}; {why}"))
         self._rate = rate
 
     def begin(self) -> None:

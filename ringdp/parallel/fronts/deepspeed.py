@@ -77,7 +77,7 @@ def initialize(
     param = torch.float16 if fp16["enabled"] else torch.bfloat16 if bf16["enabled"] else None
     itemsize = (param or next(model.parameters(), torch.empty(0)).dtype).itemsize
     sizes = [s for s in (zero["reduce_bucket_size"], zero["allgather_bucket_size"]) if s]
-    prefetch = zero["stage3_prefetch_bucket_size"]
+    prefetch, live = zero["stage3_prefetch_bucket_size"], zero["stage3_max_live_parameters"]
     batches = configs.batches(settings, comm.size)
     make: Any = configs.optimizer(settings) if optimizer is None else optimizer
     groups = _groups(model, make, model_parameters)
@@ -105,10 +105,7 @@ def initialize(
         try:
             if unit is not None and sizes:
                 _check_buckets(engine, min(sizes))
-            if (
-                engine.stage.number == 3
-                and (live := zero["stage3_max_live_parameters"]) is not None
-            ):
+            if engine.stage.number == 3 and live is not None:
                 _bound(engine, live * itemsize)
             scaler = _scaler(engine, fp16)
             made = make if isinstance(make, Optimizer) else make(groups)
