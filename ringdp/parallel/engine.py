@@ -203,7 +203,6 @@ class Engine(Traced):
         self.reducing.unreduced.check_none_waits(self.units, what)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """After any optimizer's step."""
         steps.restore(self.units, self._emptied)
 
     # ---- for the user

@@ -110,7 +110,6 @@ class UnreducedGrads:
         return buffer.whole()
 
     def drop(self) -> None:
-        """Drop all sums."""
         self.ledger.give("gradients", sum(f.flat.nbytes for f in self._sums.values()))
         self._sums.clear()
         self._shown.clear()

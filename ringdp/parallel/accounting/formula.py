@@ -1,10 +1,7 @@
 """The exact bytes that a rank must hold, by `memory` category, and send in a step.
 
 A unit's bucket exists from the start of its backward to the end of its reduction, the root's during
-the whole backward. With equal units in one dtype, the buckets in stage 2 are the root's and two
-units'; in stage 3, if gathers yield to reductions, the root's and one unit's. So beside shards and
-activations, stage 3's peak is two gathered units, one bucket, and the root's weights and gradients
-(see `dry_run.peaks`).
+the whole backward (see `dry_run.peaks`).
 
 The formulas hold for a step of one forward and one backward in which every unit is called once and
 none inside another. Gradients that accumulate over several backwards need buckets in stages 0 and 1

@@ -25,8 +25,6 @@ class Listener(Protocol):
 
 
 class GradHooks:
-    """The hooks of one reducer."""
-
     def __init__(self, reducer: Listener, parameters: Sequence[nn.Parameter]) -> None:
         self._reducer, self._parameters = weakref.ref(reducer), parameters
         self._nodes: dict[int, Any] = {}  # gradient accumulators, which torch does not keep alive

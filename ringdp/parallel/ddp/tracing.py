@@ -18,8 +18,6 @@ from ringdp.tape.recorder import Recorder
 
 
 class ReducerTracer:
-    """Traces one reducer."""
-
     def __init__(self, reducer: Reducer, recorder: Recorder) -> None:
         self._reducer, self._recorder = reducer, recorder
         self._forward: int | None = None  # start (ns)

@@ -182,7 +182,6 @@ def _check_scheduler(scheduler: Any, optimizer: object) -> None:
 def _loader(
     data: Any, rows: int, collate: Callable[[list[Any]], Any] | None, comm: Communicator
 ) -> DataLoader[Any] | None:
-    """Loads this rank's part of the data."""
     if data is None:
         return None
     if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):

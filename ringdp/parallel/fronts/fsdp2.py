@@ -234,7 +234,6 @@ def _check_name(module: nn.Module) -> None:
 
 
 def _units_of(engine: Engine, modules: Sequence[object]) -> list[FlatUnit]:
-    """The units of these modules."""
     return [u for u in engine.units if u.module in modules]
 
 

@@ -29,8 +29,6 @@ Group = Sequence[int]  # units of one module
 
 
 class EngineTracer:
-    """Traces one engine."""
-
     def __init__(self, engine: Engine, recorder: Recorder) -> None:
         self.engine, self.recorder = engine, recorder
         self._forwards: list[tuple[Group, int]] = []  # running, innermost last; start (ns)

@@ -31,7 +31,6 @@ class MemoryTracer:
         self._start = monotonic_ns(), self._now()
 
     def count(self) -> None:
-        """Record the current bytes."""
         self.introduce()
         self._recorder.count(self._name, self._now())
 

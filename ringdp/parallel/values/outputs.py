@@ -43,7 +43,6 @@ class UnitOutputs:
         self._since: list[tuple[int, int] | None] = []
 
     def begin(self) -> None:
-        """A forward begins."""
         self._since.append((torch._C._autograd._get_sequence_nr(), next(_COUNT)))
 
     def returned(self, output: Any, passed: Sequence[Any]) -> tuple[Any, list[Tensor]]:
