@@ -1,8 +1,10 @@
 """When collectives happen in training: DDP and ZeRO-1, 2, 3 from one engine."""
 
-from ringdp.parallel.checkpoint import export, load, save
-from ringdp.parallel.ddp import DistributedDataParallel
+from ringdp.parallel.checkpoint.export import export
+from ringdp.parallel.checkpoint.load import load
+from ringdp.parallel.checkpoint.save import save
 from ringdp.parallel.ddp.sync_batchnorm import SyncBatchNorm
+from ringdp.parallel.ddp.torch_api import DistributedDataParallel
 from ringdp.parallel.engine import Engine
 from ringdp.parallel.entry import shard
 from ringdp.parallel.fronts import (
