@@ -16,7 +16,6 @@ class Slices(Protocol):
     """This rank's slices of the parameters of one flat buffer, such as a unit's."""
 
     index: int
-    rank: int
     plan: layout.Unit
     cut: Cut
     parameters: Sequence[nn.Parameter]
@@ -47,6 +46,7 @@ class Cut:
         self.part = slice(rank * plan.shard, (rank + 1) * plan.shard)  # the rank's shard
         self.keeps = self.part if slices else slice(0, plan.padded)  # of [padded]
         self.spans = [plan.local(e, rank) for e in plan.entries]  # of each parameter in the shard
+        self.parts = [plan.part(e, rank) for e in plan.entries]  # of the shard in each parameter
 
     def whole(self, buffer: Tensor) -> list[Tensor]:
         """All parameters in their shapes. `buffer`: [padded]."""

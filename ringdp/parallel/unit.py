@@ -95,7 +95,7 @@ class FlatUnit:
         self.parameters: Sequence[nn.Parameter] = parameters
         self.index, self.plan, self.module, self.stage = index, plan, spec.module, stage
         self.places, self.dtypes, self.offload = places, dtypes, offload
-        self.ledger, self.rank = ledger, comm.rank
+        self.ledger = ledger
         self.widths = widths_of(dtypes, offload, trainable=spec.trained)
         self.apart = self.widths.apart  # See Note [masters apart]
         self.freed = stage.parameters is Keep.SHARD
@@ -236,10 +236,9 @@ class FlatUnit:
         """SUMMONED -> SHARDED (or static). `write`: keep what was written to the parameters, or
         assigned to p.data."""
         assert self.state is State.SUMMONED
-        kept = zip(self.rested, self.parameters, self.plan.entries, strict=True)
-        for rested, p, entry in kept if write else ():
-            part = slice(*self.plan.part(entry, self.rank))
-            rested.copy_(p.data.reshape(-1)[part] if self.slices else p.data)
+        kept = zip(self.rested, self.parameters, self.cut.parts, strict=True)
+        for rested, p, (begin, end) in kept if write else ():
+            rested.copy_(p.data.reshape(-1)[begin:end] if self.slices else p.data)
         self._point(self.parameters, self.rested)
         self._guard()
         del self.summoned, self.rested

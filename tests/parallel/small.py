@@ -63,7 +63,7 @@ def assert_gradients(engine: Engine, twin: nn.Module, after: str = "") -> None:
             p = twin.get_parameter(entry.name)
             exact = torch.zeros_like(p) if p.grad is None else p.grad
             if engine.stage.optimizer is Keep.SHARD:
-                exact = exact.flatten()[slice(*unit.plan.part(entry, unit.rank))]
+                exact = exact.flatten()[slice(*unit.plan.part(entry, engine.comm.rank))]
             torch.testing.assert_close(mine, exact, msg=f"{after} {entry.name}")
 
 

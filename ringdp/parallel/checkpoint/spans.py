@@ -43,10 +43,10 @@ def pieces(engine: Engine) -> list[Piece]:
     for unit in engine.units:
         unit.settle()
         whole = unit.stage.optimizer is Keep.FULL
-        for entry, p, shape, rest in zip(
-            unit.plan.entries, unit.parameters, unit.cut.shapes, unit.rest, strict=True
+        cut = unit.cut
+        for entry, p, shape, rest, part in zip(
+            unit.plan.entries, unit.parameters, cut.shapes, unit.rest, cut.parts, strict=True
         ):
-            part = unit.plan.part(entry, unit.rank)
             kept = (0, entry.elements) if whole else part
             found.append(Piece(entry.name, p, list(shape), rest, kept, part))
     return found

@@ -31,12 +31,11 @@ class DtypeSlices:
     """This rank's slices, `parameters`, of all parameters of one dtype, `wholes`."""
 
     def __init__(self, index: int, rank: int, plan: Unit, wholes: Sequence[Tensor]) -> None:
-        self.index, self.rank, self.plan, self.wholes = index, rank, plan, wholes
+        self.index, self.plan, self.wholes = index, plan, wholes
         self.cut = Cut(plan, [p.shape for p in wholes], rank, slices=True)
-        self.parts = [slice(*plan.part(entry, rank)) for entry in plan.entries]  # of the wholes
         self.parameters: Sequence[nn.Parameter] = [
-            nn.Parameter(p.detach().view(-1)[part], p.requires_grad)
-            for p, part in zip(wholes, self.parts, strict=True)
+            nn.Parameter(p.detach().view(-1)[begin:end], p.requires_grad)
+            for p, (begin, end) in zip(wholes, self.cut.parts, strict=True)
         ]
 
 
@@ -115,11 +114,12 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, JoinableOverGroup):
     def _step(self) -> None:
         _copy_options(self.param_groups, self.optim.param_groups)
         for unit in self._units:
-            for p, own, part in zip(unit.wholes, unit.parameters, unit.parts, strict=True):
+            whole = zip(unit.wholes, unit.parameters, unit.cut.parts, strict=True)
+            for p, own, (begin, end) in whole:
                 own.grad = None
-                own.data = p.detach().view(-1)[part]  # the user may have assigned to p.data
+                own.data = p.detach().view(-1)[begin:end]  # the user may have assigned to p.data
                 if p.grad is not None and own.numel():
-                    own.grad = p.grad.reshape(-1)[part]
+                    own.grad = p.grad.reshape(-1)[begin:end]
         self.optim.step()
         # For schedulers, and since an optimizer may count in them, as schedule-free ones do.
         _copy_options(self.optim.param_groups, self.param_groups)

@@ -62,10 +62,10 @@ def keep_slices(optimizer: Optimizer, units: Sequence[Slices]) -> None:
     """Replace state of whole parameters, from load_state_dict or a step before shard(), by this
     rank's slices of it. Raises UsageError for state of another shape."""
     for unit in units:
-        for entry, p, shape in zip(
-            unit.plan.entries, unit.parameters, unit.cut.shapes, strict=True
+        cut = unit.cut
+        for entry, p, shape, (begin, end) in zip(
+            unit.plan.entries, unit.parameters, cut.shapes, cut.parts, strict=True
         ):
-            begin, end = unit.plan.part(entry, unit.rank)
             state = optimizer.state.get(p, {})
             for name, value in list(state.items()):
                 if not isinstance(value, Tensor):

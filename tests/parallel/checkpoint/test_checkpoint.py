@@ -73,7 +73,7 @@ def contents(engine: ringdp.Engine, optimizer: Any) -> dict[str, list[float]]:
         found |= {k: v.flatten().tolist() for k, v in engine.model.state_dict().items()}
     for unit in engine.units:
         for i, (p, e) in enumerate(zip(unit.parameters, unit.plan.entries, strict=True)):
-            begin, end = unit.plan.local(e, unit.rank)
+            begin, end = unit.plan.local(e, engine.comm.rank)
             if unit.stage.number == 0:
                 begin, end = e.offset, e.offset + e.elements
             for key in ("exp_avg", "exp_avg_sq"):
