@@ -15,7 +15,6 @@ from torch.optim.optimizer import (
 
 from ringdp.errors import UsageError
 from ringdp.parallel.guards import resting, sliced
-from ringdp.parallel.guards.computed import ComputeParam
 from ringdp.parallel.unit import FlatUnit, State
 
 # Classes, torch's and others', that need a parameter, or all of them, as a whole.
@@ -55,17 +54,16 @@ def listen(before: Callable[[Optimizer], None], after: Callable[[Optimizer], Non
 def has_any(optimizer: Optimizer, units: Sequence[FlatUnit]) -> bool:
     """Whether it steps parameters of these units. Raises UsageError if it has their temporary
     parameters instead, which exist only from forward to backward."""
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     ours = {id(p) for unit in units for p in unit.parameters}
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if any(isinstance(p, ComputeParam) for p in parameters):  # See Note [masters apart]
-        passing = {id(p) for unit in units for p in unit.computed} - ours
-        if any(id(p) in passing for p in parameters):
-            raise UsageError(
-                "the optimizer was made between a forward and the end of its backward, of "
-                "parameters that are there only meanwhile, where they compute in another dtype or "
-                "place than they rest in. Make it before the forward, or after backward"
-            )
-    return any(id(p) in ours for p in parameters)
+    passing = {id(p) for u in units if u.apart for p in u.computed}  # See Note [masters apart]
+    if not stepped.isdisjoint(passing):
+        raise UsageError(
+            "the optimizer was made between a forward and the end of its backward, of parameters "
+            "that are there only meanwhile, where they compute in another dtype or place than they "
+            "rest in. Make it before the forward, or after backward"
+        )
+    return not stepped.isdisjoint(ours)
 
 
 def check_slices(optimizer: Optimizer, where: str, otherwise: str) -> None:
