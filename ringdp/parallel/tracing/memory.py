@@ -25,7 +25,6 @@ class MemoryTracer:
         self._engine, self._recorder, self._facts = engine, recorder, facts
         self._ours = {id(p) for unit in engine.units for p in unit.parameters}
         self._states = WeakKeyDictionary[Optimizer, tuple[int, int]]()  # (states, bytes)
-        self._state_bytes = 0  # of all optimizers
         self._optimizers: list[str] = []
         self._name = ""  # the counter's, once the engine is in the trace
         self._start = monotonic_ns(), self._now()
@@ -68,7 +67,6 @@ class MemoryTracer:
         ours = [state for p, state in optimizer.state.items() if id(p) in self._ours]
         found = state_bytes(ours)
         self._states[optimizer] = len(optimizer.state), found
-        self._state_bytes = sum(size for _, size in self._states.values())
         name = type(optimizer).__name__
         if found and name not in self._optimizers:
             self._optimizers.append(name)
@@ -77,4 +75,4 @@ class MemoryTracer:
     def _now(self) -> dict[str, int]:
         now = self._engine.ledger.now
         held = {name: now[name] for name in ("parameters", "gathered", "gradients", "buckets")}
-        return {**held, "optimizer": self._state_bytes}
+        return {**held, "optimizer": sum(size for _, size in self._states.values())}
