@@ -52,7 +52,9 @@ class FlatBucket:
         self.slots: list[Slot] = []
         self.elements, self.dtype = 0, parameters[0].dtype
         for p in parameters:
-            self.slots.append(Slot(p, self.elements, _dense_stride(p)))
+            # The parameter's own if it is dense (channels last, say), else row-major.
+            stride = torch.empty_like(p, device="meta").stride()
+            self.slots.append(Slot(p, self.elements, stride))
             self.elements += p.numel()
         self._fresh = False  # whether this backward has written to it
         self._replace()
@@ -170,8 +172,3 @@ class SparseBucket:
 
 
 Bucket = FlatBucket | SparseBucket
-
-
-def _dense_stride(p: Tensor) -> tuple[int, ...]:
-    """The parameter's strides if it is dense (channels last, say), else row-major ones."""
-    return torch.empty_like(p, device="meta").stride()

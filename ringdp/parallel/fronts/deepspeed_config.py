@@ -213,6 +213,7 @@ def _filled(where: str, given: object, known: dict[str, Any]) -> dict[str, Any]:
 
 
 def _value(where: str, value: Any, key: Key) -> Any:
+    off = isinstance(value, Mapping) and value.get("enabled", False) is False
     number = isinstance(value, int | float) and not isinstance(value, bool)
     number = number and key.least <= value < key.below
     bounds = f"of at least {key.least:g}"
@@ -231,7 +232,7 @@ def _value(where: str, value: Any, key: Key) -> Any:
         ),
         "options": (isinstance(value, Mapping), "keyword arguments"),
         "only": (_is(value, key.default), json.dumps(key.default)),
-        "off": (_is_off(value), "a section that does not say that it is enabled"),
+        "off": (off, "a section that does not say that it is enabled"),
         "number": (number, f"a number {bounds}"),
         "whole": (number and value % 1 == 0, f"a whole number {bounds}"),
     }[key.kind]
@@ -251,10 +252,6 @@ def _known(name: str, value: Any) -> Any:
 def _is(value: object, default: object) -> bool:
     """Equality by which 1 is not true."""
     return value == default and isinstance(value, bool) == isinstance(default, bool)
-
-
-def _is_off(section: object) -> bool:
-    return isinstance(section, Mapping) and section.get("enabled", False) is False
 
 
 def _has(module: ModuleType, name: object, kind: type) -> bool:
