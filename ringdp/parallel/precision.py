@@ -54,8 +54,8 @@ class Precision:
             if not (dtype is None or floating):
                 raise UsageError(f"Precision({name}={dtype!r}): allowed: a floating dtype, or None")
 
-    def kept(self, model: nn.Module) -> list[nn.Module]:
-        """The outermost modules that keep their dtype, and with it all modules inside them."""
+    def kept(self, model: nn.Module) -> tuple[list[nn.Module], set[nn.Module]]:
+        """The outermost modules that keep their dtype, and these with all modules inside them."""
         found: list[nn.Module] = []
         within: set[nn.Module] = set()
         rule = self.keep_fp32
@@ -63,7 +63,7 @@ class Precision:
             if rule is not None and module not in within and matches(module, rule):
                 found.append(module)
                 within.update(module.modules())
-        return found
+        return found, within
 
 
 class Dtypes(NamedTuple):

@@ -56,7 +56,7 @@ def find_units(
     """
     _check(model)
     precision = precision or Precision()
-    kept = {inner for module in precision.kept(model) for inner in module.modules()}
+    _, kept = precision.kept(model)
     chosen = _chosen(model, rule)
     unit_at: dict[str, nn.Module] = {}
     owners: dict[nn.Parameter, set[nn.Module]] = {}

@@ -73,7 +73,7 @@ def precision_of(policy: Any, *, wraps: bool) -> Precision | None:
 
 def cast_buffers(module: nn.Module, dtype: torch.dtype | None, precision: Precision) -> None:
     """Cast floating-point buffers, except in modules that compute in float32."""
-    kept = {b for m in precision.kept(module) for b in m.buffers()}
+    kept = {b for m in precision.kept(module)[0] for b in m.buffers()}
     for buffer in module.buffers():
         if dtype is not None and buffer.is_floating_point() and buffer not in kept:
             buffer.data = buffer.to(dtype)

@@ -52,8 +52,7 @@ def cast_at(
 
         add_hook(module.register_forward_hook, apply)
 
-    kept = precision.kept(model)
-    within = {inner for module in kept for inner in module.modules()}
+    kept, within = precision.kept(model)
     if precision.cast_inputs and precision.param is not None:
         for module in dict.fromkeys([model, *units]):
             if module not in within:
