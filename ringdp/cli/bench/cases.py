@@ -3,11 +3,15 @@
 Sizes are defined as in nccl-tests: `count` elements, or S bytes, are the larger of a rank's two
 buffers, so all_gather takes count/n elements and gives count. busbw = algbw × `bus`, where `bus` is
 the share of S that every rank must send, so busbw compares with a link's speed. The root is rank 0.
+
+In the `_v` forms rank r's part is r + 1 times as large as rank 0's. In all_to_all_v each rank cuts
+its input so for the ranks from itself on, so every rank also receives S. `bus` is then the share
+that the busiest rank must send or receive: all but the smallest part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import NamedTuple
@@ -55,7 +59,8 @@ class Moves(NamedTuple):
 
 
 Inputs = Callable[[int], Tensor]  # rank -> its input
-Elements = Callable[[int, int], int]  # (count, n) -> elements of one buffer
+Elements = Callable[[int, int, int], int]  # (count, n, rank) -> elements of one of its buffers
+Parts = Callable[[int], Sequence[int]]  # n -> the ranks' parts, in units
 Result = Callable[[Inputs, int, int, str], Tensor | None]  # (inputs, rank, n, op) -> its output
 
 
@@ -66,18 +71,35 @@ class Case(NamedTuple):
     moves: Callable[[int, bool], Moves]  # (n, whether the input is in shared memory)
     result: Result  # None if a rank gets nothing
     reduces: bool = False
+    parts: Parts | None = None  # that a buffer is cut into
+
+    def units(self, n: int) -> int:
+        """What the count is a multiple of."""
+        return sum(self.parts(n)) if self.parts else 1
 
 
-def whole(count: int, n: int) -> int:
+def even(n: int) -> Sequence[int]:
+    return [1] * n
+
+
+def uneven(n: int) -> Sequence[int]:
+    return range(1, n + 1)
+
+
+def part_sizes(count: int, parts: Sequence[int], first: int = 0) -> list[int]:
+    """The elements of the parts of `count`, if the first part is for rank `first`."""
+    found = [count * part // sum(parts) for part in parts]
+    return found[-first:] + found[:-first]
+
+
+def exchanged(count: int, n: int, rank: int) -> tuple[list[int], list[int]]:
+    """How much a rank receives from each rank in an all_to_all_v, and how much it sends."""
+    sent = [part_sizes(count, uneven(n), q) for q in range(n)]
+    return [s[rank] for s in sent], sent[rank]
+
+
+def whole(count: int, n: int, rank: int) -> int:
     return count
-
-
-def part(count: int, n: int) -> int:
-    return count // n
-
-
-def others(n: int) -> float:
-    return (n - 1) / n
 
 
 def all_of(n: int) -> float:
@@ -98,37 +120,83 @@ def _folding(n: int, registered: bool) -> Moves:
     It can write the result into registered buffers itself. A private buffer is written by its
     owner, which pulls the parts that others have folded.
     """
-    pulled = 0.0 if registered else others(n)
+    pulled = 0.0 if registered else (n - 1) / n
     return Moves(folded=1 / n, read=(n - 2) / n, pulled=pulled)
 
 
-def _collecting(n: int, registered: bool) -> Moves:
-    return Moves(pulled=others(n), copied=1 / n)
+def _in_parts(parts: Parts) -> dict[str, Case]:
+    """The collectives of which a buffer has a part for each rank. Rank 0's part is a smallest."""
+
+    def part(count: int, n: int, rank: int) -> int:
+        return part_sizes(count, parts(n))[rank]
+
+    def own(n: int, rank: int = 0) -> float:
+        return parts(n)[rank] / sum(parts(n))
+
+    def others(n: int) -> float:
+        return sum(parts(n)[1:]) / sum(parts(n))
+
+    def collecting(n: int, registered: bool) -> Moves:
+        return Moves(pulled=others(n), copied=own(n))
+
+    def cut(buffer: Tensor, n: int, first: int = 0) -> Sequence[Tensor]:
+        return torch.split(buffer, part_sizes(len(buffer), parts(n), first))
+
+    return {
+        "reduce_scatter": Case(
+            takes=whole,
+            gives=part,
+            bus=others,
+            moves=lambda n, registered: Moves(read=(n - 2) * own(n, -1), pulled=own(n, -1)),
+            result=lambda inputs, rank, n, op: cut(_folded(inputs, n, op), n)[rank],
+            reduces=True,
+            parts=parts,
+        ),
+        "all_gather": Case(
+            takes=part,
+            gives=whole,
+            bus=others,
+            moves=collecting,
+            result=lambda inputs, rank, n, op: _joined(inputs, n),
+            parts=parts,
+        ),
+        "gather": Case(
+            takes=part,
+            gives=whole,
+            bus=others,
+            moves=collecting,
+            result=lambda inputs, rank, n, op: None if rank else _joined(inputs, n),
+            parts=parts,
+        ),
+        "scatter": Case(
+            takes=whole,
+            gives=part,
+            bus=others,
+            moves=lambda n, registered: Moves(pulled=own(n, -1)),
+            result=lambda inputs, rank, n, op: cut(inputs(0), n)[rank],
+            parts=parts,
+        ),
+        "all_to_all": Case(
+            takes=whole,
+            gives=whole,
+            bus=others,
+            moves=collecting,
+            result=lambda inputs, rank, n, op: torch.cat(
+                [cut(inputs(q), n, q)[rank] for q in range(n)]
+            ),
+            parts=parts,
+        ),
+    }
 
 
-CASES: dict[str, Case] = {
+EVEN: dict[str, Case] = {
     "all_reduce": Case(
         takes=whole,
         gives=None,
-        bus=lambda n: 2 * others(n),
+        bus=lambda n: 2 * (n - 1) / n,
         moves=_folding,
         result=lambda inputs, rank, n, op: _folded(inputs, n, op),
         reduces=True,
-    ),
-    "reduce_scatter": Case(
-        takes=whole,
-        gives=part,
-        bus=others,
-        moves=lambda n, registered: Moves(read=(n - 2) / n, pulled=1 / n),
-        result=lambda inputs, rank, n, op: _folded(inputs, n, op).chunk(n)[rank],
-        reduces=True,
-    ),
-    "all_gather": Case(
-        takes=part,
-        gives=whole,
-        bus=others,
-        moves=_collecting,
-        result=lambda inputs, rank, n, op: _joined(inputs, n),
     ),
     "broadcast": Case(
         takes=whole,
@@ -145,28 +213,10 @@ CASES: dict[str, Case] = {
         result=lambda inputs, rank, n, op: None if rank else _folded(inputs, n, op),
         reduces=True,
     ),
-    "gather": Case(
-        takes=part,
-        gives=whole,
-        bus=others,
-        moves=_collecting,
-        result=lambda inputs, rank, n, op: None if rank else _joined(inputs, n),
-    ),
-    "scatter": Case(
-        takes=whole,
-        gives=part,
-        bus=others,
-        moves=lambda n, registered: Moves(pulled=1 / n),
-        result=lambda inputs, rank, n, op: inputs(0).chunk(n)[rank],
-    ),
-    "all_to_all": Case(
-        takes=whole,
-        gives=whole,
-        bus=others,
-        moves=_collecting,
-        result=lambda inputs, rank, n, op: torch.cat([inputs(q).chunk(n)[rank] for q in range(n)]),
-    ),
+    **_in_parts(even),
 }
+UNEVEN = {f"{name}_v": case for name, case in _in_parts(uneven).items()}
+CASES = EVEN | UNEVEN
 
 
 def _part_folded(inputs: Inputs, rank: int, n: int, op: str) -> Tensor:
@@ -177,7 +227,7 @@ def _part_folded(inputs: Inputs, rank: int, n: int, op: str) -> Tensor:
 
 
 def _probe(gives: Elements | None, share: Callable[[int], float], result: Result) -> Case:
-    return Case(whole, gives, share, lambda n, registered: Moves(), result)
+    return Case(whole, gives, share, lambda n, registered: Moves(), result, parts=even)
 
 
 # The passes of `bound`, measured like collectives; `bus` is the share of S that they process.
@@ -191,10 +241,9 @@ EVERY = CASES | PROBES
 
 
 def elements(case: Case, dtype: str, size: int, n: int) -> int:
-    """Elements in `size` bytes, rounded down to a multiple of n if ranks own parts."""
-    count = size // itemsize(dtype)
-    in_parts = part in (case.takes, case.gives) or case is CASES["all_to_all"]
-    return count // n * n if in_parts else count
+    """Elements in `size` bytes, rounded down to whole units of the ranks' parts."""
+    units = case.units(n)
+    return size // itemsize(dtype) // units * units
 
 
 def itemsize(dtype: str) -> int:
@@ -223,18 +272,20 @@ def constant(rank: int, call: int) -> int:
 
 def wrong_pattern(case: Case, output: Tensor, task: Task, rank: int, n: int) -> int:
     """The number of elements of `output` that are wrong for pattern inputs."""
-    size = case.takes(task.count, n)
-    right = case.result(lambda q: pattern(q, size, task.dtype), rank, n, task.op)
+    right = case.result(
+        lambda q: pattern(q, case.takes(task.count, n, q), task.dtype), rank, n, task.op
+    )
     return 0 if right is None else int((output != right).sum())
 
 
 def wrong_constant(case: Case, output: Tensor, task: Task, call: int, rank: int, n: int) -> int:
-    """The same for constant inputs. One element stands for each n-th part of a buffer."""
-    small = case.takes(n, n)
-    dtype = torch_dtype(task.dtype)
-    right = case.result(
-        lambda q: torch.full((small,), constant(q, call), dtype=dtype), rank, n, task.op
-    )
+    """The same for constant inputs. One element stands for each unit of a buffer."""
+    units, dtype = case.units(n), torch_dtype(task.dtype)
+
+    def small(q: int) -> Tensor:
+        return torch.full((case.takes(units, n, q),), constant(q, call), dtype=dtype)
+
+    right = case.result(small, rank, n, task.op)
     if right is None:
         return 0
     parts = zip(output.tensor_split(len(right)), right, strict=True)

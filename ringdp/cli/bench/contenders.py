@@ -20,7 +20,7 @@ from torch import Tensor
 
 import ringdp
 from ringdp.cli import gpus
-from ringdp.cli.bench.cases import Task, torch_dtype
+from ringdp.cli.bench.cases import Task, exchanged, part_sizes, torch_dtype, uneven
 from ringdp.comm import Communicator
 from ringdp.comm.rendezvous import TransportName
 from ringdp.transport.base import ReduceOp
@@ -84,6 +84,21 @@ OUR_CALLS: dict[str, Callable[[Communicator, Buffers, ReduceOp], Callable[..., o
     "gather": lambda c, b, op: partial(c.gather, b.output, b.input),
     "scatter": lambda c, b, op: partial(c.scatter, b.output, b.input),
     "all_to_all": lambda c, b, op: partial(c.all_to_all, b.output, b.input),
+    "reduce_scatter_v": lambda c, b, op: partial(
+        c.reduce_scatter_v, b.output, b.input, part_sizes(len(b.input), uneven(c.size)), op
+    ),
+    "all_gather_v": lambda c, b, op: partial(
+        c.all_gather_v, b.output, b.input, part_sizes(len(b.output), uneven(c.size))
+    ),
+    "gather_v": lambda c, b, op: partial(
+        c.gather_v, b.output, b.input, part_sizes(len(b.output), uneven(c.size))
+    ),
+    "scatter_v": lambda c, b, op: partial(
+        c.scatter_v, b.output, b.input, part_sizes(len(b.input), uneven(c.size))
+    ),
+    "all_to_all_v": lambda c, b, op: partial(
+        c.all_to_all_v, b.output, b.input, *exchanged(len(b.input), c.size, c.rank)
+    ),
 }
 
 
@@ -126,7 +141,21 @@ TORCH_CALLS: dict[str, Callable[[Buffers, str], Callable[[], object]]] = {
     "gather": lambda b, op: partial(dist.gather, b.input, _at_root(b.output)),
     "scatter": lambda b, op: partial(dist.scatter, b.output, _at_root(b.input)),
     "all_to_all": lambda b, op: partial(dist.all_to_all_single, b.output, b.input),
+    "reduce_scatter_v": lambda b, op: partial(
+        dist.reduce_scatter, b.output, _uneven(b.input), OPS[op]
+    ),
+    "all_gather_v": lambda b, op: partial(dist.all_gather, _uneven(b.output), b.input),
+    "all_to_all_v": lambda b, op: partial(
+        dist.all_to_all_single,
+        b.output,
+        b.input,
+        *exchanged(len(b.input), dist.get_world_size(), dist.get_rank()),
+    ),
 }
+
+
+def _uneven(whole: Tensor) -> list[Tensor]:
+    return list(torch.split(whole, part_sizes(len(whole), uneven(dist.get_world_size()))))
 
 
 def _at_root(whole: Tensor) -> list[Tensor] | None:

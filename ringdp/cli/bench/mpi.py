@@ -11,7 +11,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from ringdp.cli.bench.cases import Task
+from ringdp.cli.bench.cases import Task, exchanged, part_sizes, uneven
 from ringdp.cli.bench.contenders import Buffers, Contender
 
 OPS = {"sum": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
@@ -27,7 +27,19 @@ CALLS: dict[str, Callable[[MPI.Comm, Array, Array, MPI.Op], Callable[[], object]
     "gather": lambda c, i, o, op: partial(c.Gather, i, None if c.rank else o),
     "scatter": lambda c, i, o, op: partial(c.Scatter, None if c.rank else i, o),
     "all_to_all": lambda c, i, o, op: partial(c.Alltoall, i, o),
+    "reduce_scatter_v": lambda c, i, o, op: partial(c.Reduce_scatter, i, o, _uneven(c, i)[1], op),
+    "all_gather_v": lambda c, i, o, op: partial(c.Allgatherv, i, _uneven(c, o)),
+    "gather_v": lambda c, i, o, op: partial(c.Gatherv, i, None if c.rank else _uneven(c, o)),
+    "scatter_v": lambda c, i, o, op: partial(c.Scatterv, None if c.rank else _uneven(c, i), o),
+    "all_to_all_v": lambda c, i, o, op: partial(
+        c.Alltoallv,
+        *reversed([*zip((o, i), exchanged(len(i), c.size, c.rank), strict=True)]),
+    ),
 }
+
+
+def _uneven(c: MPI.Comm, whole: Array) -> tuple[Array, list[int]]:
+    return whole, part_sizes(len(whole), uneven(c.size))
 
 
 class Mpi(Contender):

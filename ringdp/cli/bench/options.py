@@ -27,7 +27,8 @@ MEASURED = (*CASES, KERNELS, ERROR)
 class Options:
     """Time a collective beside other libraries, the cost model's prediction and the physical bound,
     with every result checked; or `kernels` beside torch's ways and a plain copy. `error` counts how
-    far the sums of each algorithm are from float64's."""
+    far the sums of each algorithm are from float64's. Where a collective's name ends in _v, rank
+    r's part is r + 1 times as large as rank 0's, and the cost model predicts nothing."""
 
     collective: Annotated[str, Argument(help=", ".join(MEASURED))]
     ranks: Annotated[int, Option(help="processes of each contender")] = 2
@@ -122,14 +123,16 @@ def check(options: Options) -> None:
         raise UsageError(f"--op is for what is reduced: {adding}; {options.collective} only moves")
     if elements(case, options.dtype, options.sizes[0], options.ranks) == 0:
         raise UsageError(
-            f"--min is {options.min}; allowed: at least one {options.dtype} for each of "
-            f"{options.ranks} ranks"
+            f"--min is {options.min}; allowed: at least {case.units(options.ranks)} "
+            f"{options.dtype}, as {options.ranks} ranks share them"
         )
+    if options.collective == "all_to_all_v" and options.algorithm != Options.algorithm:
+        raise UsageError("--algorithm: all_to_all_v takes none; allowed: auto")
     for algorithm in options.algorithms:
         if algorithm != LIBRARYS or not any(map(has_own, options.transports)):
-            priced(options.collective, algorithm, options.ranks)
+            priced(options.collective.removesuffix("_v"), algorithm, options.ranks)
     for peer in options.peers:
-        peers.check(peer, options.dtype)
+        peers.check(peer, options.dtype, options.collective)
     check_writable(options.json)
 
 

@@ -52,6 +52,7 @@ MPIS = {
     ),
 }
 PEERS = ("gloo", *MPIS)  # for tensors on the CPU
+EVEN_ONLY = {"gloo": ("all_gather_v", "gather_v", "scatter_v"), TORCHS: ("gather_v", "scatter_v")}
 
 
 class Launch(NamedTuple):
@@ -62,14 +63,16 @@ class Launch(NamedTuple):
     settings: str  # as written to results
 
 
-def check(name: str, dtype: str) -> None:
-    """Raise UsageError for a peer that is unknown, lacks the dtype, or is not installed."""
+def check(name: str, dtype: str, collective: str) -> None:
+    """Raise UsageError for a peer that is unknown, lacks what is asked, or is not installed."""
     one_of("--peer", name, (*PEERS, TORCHS))
     if name == TORCHS and not (torch.cuda.is_available() and dist.is_nccl_available()):
         raise UsageError(
             f"--peer {name} needs a CUDA GPU and a torch built with NCCL, and torch "
             f"{torch.__version__} lacks one here; allowed: {', '.join(PEERS)}"
         )
+    if collective in EVEN_ONLY.get(name, ()):
+        raise UsageError(f"--peer {name} has no {collective}; allowed: {', '.join(MPIS)}")
     if name in MPIS:
         if dtype not in MPI_DTYPES:
             raise UsageError(f"--peer {name} has no {dtype}; allowed: {', '.join(MPI_DTYPES)}")

@@ -16,7 +16,7 @@ from typing import Any, cast, get_args
 
 import numpy as np
 
-from ringdp.cli.bench.cases import CASES, Task
+from ringdp.cli.bench.cases import CASES, UNEVEN, Task
 from ringdp.comm.rendezvous import TransportName
 from ringdp.errors import UsageError
 from ringdp.schedule import Collective, proved
@@ -44,7 +44,7 @@ class Row:
     p80_us: float
     algbw: float  # GB/s
     busbw: float
-    predicted_us: float | None  # None for other libraries' algorithms
+    predicted_us: float | None  # None for uneven parts and other libraries' algorithms
     bound_us: float | None  # None on a GPU
     wrong: int  # elements
     calls: int = 0  # timed calls of all rounds; 0 in files that predate this field
@@ -55,7 +55,7 @@ class Row:
 
     @property
     def modelled(self) -> bool:
-        return self.ours and self.algorithm != LIBRARYS
+        return self.ours and self.algorithm != LIBRARYS and self.collective not in UNEVEN
 
     @property
     def built_in(self) -> bool:

@@ -129,10 +129,10 @@ def serve(contender: Contender, pipe: Connection) -> None:
 
 def buffers_of(contender: Contender, task: Task) -> Buffers:
     case = EVERY[task.collective]
-    taken = contender.input(task, case.takes(task.count, contender.ranks))
+    taken = contender.input(task, case.takes(task.count, contender.ranks, contender.rank))
     if case.gives is None:
         return Buffers(taken, taken)
-    count = case.gives(task.count, contender.ranks)
+    count = case.gives(task.count, contender.ranks, contender.rank)
     return Buffers(taken, torch.empty(count, dtype=taken.dtype, device=taken.device))
 
 

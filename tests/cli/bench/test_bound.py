@@ -30,6 +30,9 @@ def test_the_bytes_that_must_move(n: int) -> None:
         assert found.folded + found.read + found.pulled == pytest.approx(others)
     assert moves("all_reduce").pulled == others
     assert moves("all_gather") == Moves(pulled=others, copied=1 / n)
+    units = n * (n + 1) // 2  # an uneven part of rank r has r + 1 of them
+    assert moves("all_gather_v") == Moves(pulled=(units - 1) / units, copied=1 / units)
+    assert moves("scatter_v").pulled == n / units
     # Registered buffers never need more bytes moved than private ones.
     for case in CASES.values():
         private, shared = case.moves(n, False), case.moves(n, True)

@@ -34,12 +34,13 @@ from tests.waiting import wait_until
 RINGDP = str(Path(sys.executable).with_name("ringdp"))
 REFUSED = {
     "collective": (["all_reduc"], "COLLECTIVE is 'all_reduc'; allowed: all_reduce, "),
-    "what else it times": (["kernel"], "all_to_all, kernels, error"),
+    "what else it times": (["kernel"], "all_to_all_v, kernels, error"),
     "ranks": (["all_reduce", "--ranks", "1"], "--ranks is 1; allowed: a whole number from 2"),
     "min": (["all_reduce", "--min", "1X"], "--min is '1X'; allowed: bytes, as in 4096, 1K"),
     "min of thousands of digits": (["all_reduce", "--min", "9" * 5000], "99'; allowed: bytes, as"),
     "min zero": (["all_reduce", "--min", "0"], "--min is 0; allowed"),
-    "min small": (["all_gather", "--min", "4"], "--min is 4; allowed: at least one float32"),
+    "min small": (["all_gather", "--min", "4"], "--min is 4; allowed: at least 2 float32"),
+    "min uneven": (["all_gather_v", "--min", "8"], "--min is 8; allowed: at least 3 float32"),
     "max": (["all_reduce", "--max", "512"], "--max is 512; allowed: a whole number from 1024"),
     "factor": (["all_reduce", "--factor", "1"], "--factor is 1; allowed"),
     "dtype": (["all_reduce", "--dtype", "int4"], "--dtype is 'int4'; allowed: float32, "),
@@ -47,6 +48,14 @@ REFUSED = {
     "op of a move": (["all_gather", "--op", "max"], "--op is for what is reduced: all_reduce, "),
     "algorithm": (["all_reduce", "--algorithm", "fast"], "no all_reduce algorithm 'fast'"),
     "no algorithm": (["all_reduce", "--algorithm", ","], "--algorithm is empty; allowed: auto"),
+    "algorithm of all_to_all_v": (
+        ["all_to_all_v", "--algorithm", "direct"],
+        "--algorithm: all_to_all_v takes none; allowed: auto",
+    ),
+    "algorithm of uneven parts": (
+        ["gather_v", "--algorithm", "ring"],
+        "no gather algorithm 'ring'",
+    ),
     "own": (["all_reduce", "--algorithm", "/no.py:f"], "cannot read /no.py"),
     "transport": (["all_reduce", "--transport", "tcp"], "--transport is 'tcp'; allowed: shm, c10d"),
     "no transport": (["all_reduce", "--transport", ","], "--transport is empty; allowed: shm, "),
@@ -59,6 +68,10 @@ REFUSED = {
         "no all_reduce algorithm 'nccl'",
     ),
     "peer": (["all_reduce", "--peer", "mpi"], "allowed: gloo, mpich, openmpi, torch-nccl"),
+    "peer of uneven parts": (
+        ["all_gather_v", "--peer", "gloo"],
+        "--peer gloo has no all_gather_v; allowed: mpich, openmpi",
+    ),
     "peer dtype": (
         ["all_reduce", "--peer", "mpich", "--dtype", "bfloat16"],
         "--peer mpich has no bfloat16; allowed: float32, ",

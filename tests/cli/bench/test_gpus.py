@@ -76,7 +76,7 @@ def test_torchs_nccl_is_refused_where_it_is_not_available(monkeypatch: pytest.Mo
         monkeypatch.setattr(torch.cuda, "is_available", lambda found=cuda: found)
         monkeypatch.setattr(dist, "is_nccl_available", lambda found=nccl: found)
         with pytest.raises(UsageError, match="--peer torch-nccl needs a CUDA GPU and a torch bui"):
-            peers.check("torch-nccl", "float32")
+            peers.check("torch-nccl", "float32", "all_reduce")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    peers.check("torch-nccl", "bfloat16")
+    peers.check("torch-nccl", "bfloat16", "all_reduce")

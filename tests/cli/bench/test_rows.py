@@ -42,6 +42,12 @@ def test_predictions_equal_the_model_that_made_the_times() -> None:
             assert r.predicted_us is None
 
 
+def test_uneven_parts_have_no_prediction() -> None:
+    uneven = row(collective="all_to_all_v", predicted_us=None)
+    assert predicted([uneven]) == [uneven]
+    assert not uneven.built_in
+
+
 def test_registered_buffers_are_fitted_separately() -> None:
     sizes = (1 << 10, 1 << 16, 1 << 22)
     private = [row(bytes=s, p50_us=1 + s * 1e-4) for s in sizes]
