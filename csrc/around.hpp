@@ -32,7 +32,10 @@ enum class Method {
   reduce,
   gather,
   scatter,
-  barrier  // an all_reduce of `Ready`'s token
+  barrier,  // an all_reduce of `Ready`'s token
+  send,
+  isend,
+  recv
 };
 
 // A call's tensors.

@@ -72,6 +72,13 @@ class Channels {
     return count > 0;
   }
 
+  // Returns the next message from there, to be taken with `pop`, or null.
+  Envelope* front(int from) const {
+    const auto incoming = channel(from, rank_);
+    return incoming.empty() ? nullptr : &incoming.front();
+  }
+  void pop(int from) const { channel(from, rank_).pop(); }
+
   bool empty(int from) const { return channel(from, rank_).empty(); }
 
   // Returns false if there is no free slot.

@@ -41,6 +41,22 @@ class Mailbox {
     if (background) wake();
   }
 
+  // See `Matching`. For calls that hold the GIL: `receive_now` waits for a message, but never sleeps.
+  bool send_now(const std::byte* data, std::uint64_t bytes, std::uint64_t kind, int to) {
+    const auto lock = turn();
+    return !dead() && messages_.send_now(data, bytes, kind, to);
+  }
+  int receive_now(std::byte* data, std::uint64_t bytes, std::uint64_t kind, int from) {
+    auto lock = turn();
+    const auto end = after(kBrief);
+    for (int idle = 1; !dead(); ++idle) {
+      const int sender = messages_.receive_now(data, bytes, kind, from);
+      if (sender != Matching::kNone || Clock::now() >= end) return sender;
+      rest(lock, std::min(idle, kYields - 1));
+    }
+    return Matching::kNone;
+  }
+
   // Waits at most so many seconds. Returns whether the message has been sent, or received. After a failure
   // no message ends any more.
   bool wait(std::uint64_t ticket, double seconds) {
@@ -89,6 +105,7 @@ class Mailbox {
 
  private:
   static constexpr int kSpins = Peers::kSpins, kYields = kSpins + Peers::kYields;
+  static constexpr double kBrief = 20e-6;  // s for which `receive_now` waits
 
   // Takes the lock. A thread that moves messages lets waiting threads go first (see `rest`), which a mutex
   // alone would not. relaxed: the count is only a hint.

@@ -75,6 +75,38 @@ class Matching {
     posted_.push_back(ticket);
   }
 
+  static constexpr int kNone = -1, kOther = -2;
+
+  // Sends a message that fits into a slab, if there is room now. Else returns false and does nothing.
+  bool send_now(const std::byte* data, std::uint64_t bytes, std::uint64_t kind, int to) {
+    if (bytes > slab_ || !channels_.reserved(to) || !out_[to].empty()) return false;
+    if (!channels_.push(to, {kWhole, std::uint32_t(bytes), 0, kind, bytes}, data)) return false;
+    sent_.fetch_add(bytes, std::memory_order_relaxed);
+    return true;
+  }
+
+  // Receives a message that fits into a slab from `from`, or any rank if -1. Returns its sender, or does
+  // nothing and returns kNone if no message waits, or kOther if `receive` must decide.
+  int receive_now(std::byte* data, std::uint64_t bytes, std::uint64_t kind, int from) {
+    if (bytes > slab_) return kOther;
+    for (const auto ticket : posted_)
+      if (pending_[ticket].kind >> 24 == kind >> 24) return kOther;
+    for (const auto& a : arrived_)
+      if (a.kind >> 24 == kind >> 24) return kOther;
+    for (int r = 0; r < ranks_; ++r) {
+      if (!(from < 0 ? channels_.reserved(r) : r == from)) continue;
+      if (!channels_.reserved(r)) return kOther;
+      Envelope* const slot = channels_.front(r);
+      if (!slot) continue;
+      const Envelope e = *slot;  // copied, so that a peer cannot change it after the check
+      if (e.type != kWhole || e.kind != kind || e.bytes != bytes || e.size != bytes) return kOther;
+      copy_bytes(data, Fifo<Envelope>::data(*slot), bytes);
+      channels_.pop(r);
+      return r;
+    }
+    return kNone;
+  }
+
   // Takes what has arrived and sends what can go. Returns whether there was any.
   bool move() {
     bool moved = false;

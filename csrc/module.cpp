@@ -174,8 +174,9 @@ NB_MODULE(_core, m) {
            nb::arg("whole").none(), nb::arg("part").none(), nb::arg("site"));
 
   nb::class_<Ready>(m, "Ready", nb::type_slots(ready_slots))
-      .def(nb::init<int, int, nb::handle, nb::handle, nb::handle>(), nb::arg("rank"), nb::arg("ranks"),
-           nb::arg("table"), nb::arg("tensor"), nb::arg("parameter"))
+      .def(nb::init<int, int, nb::handle, nb::handle, nb::handle, nb::object>(), nb::arg("rank"),
+           nb::arg("ranks"), nb::arg("table"), nb::arg("tensor"), nb::arg("parameter"), nb::arg("mailbox"))
+      .def_ro("messages", &Ready::messages)
       .def_prop_rw("told", [](Ready&) { return Sites::of_python().told; },
                    [](Ready&, bool told) { Sites::of_python().told = told; })
       .def("learn", &Ready::learn)

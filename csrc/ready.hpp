@@ -1,5 +1,5 @@
 // Runs repeated calls from a cache, without the Python work of the first call. A call is repeated if its
-// collective, dtype, length, op, root, tag and algorithm are the same.
+// collective, dtype, length, op, root, tag and algorithm are the same. Messages need no cache.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -9,6 +9,7 @@
 #include <unordered_map>
 
 #include "around.hpp"
+#include "mailbox.hpp"
 #include "sites.hpp"
 #include "tensors.hpp"
 
@@ -22,15 +23,15 @@ struct Arguments {
 
 class Ready {
  public:
-  Ready(int rank, int ranks, nb::handle table, nb::handle tensor, nb::handle parameter)
-      : rank_(rank), ranks_(ranks), tensors_(table, tensor, parameter) {}
+  Ready(int rank, int ranks, nb::handle table, nb::handle tensor, nb::handle parameter, nb::object mail)
+      : rank_(rank), ranks_(ranks), tensors_(table, tensor, parameter), mail_(std::move(mail)) {}
 
   // Caches a call whose `whole` has so many elements; `op` and `algorithm` are the user's arguments.
   void remember(int method, int dtype, std::int64_t elements, std::string_view op, std::int64_t root,
                 std::int64_t tag, nb::object algorithm, nb::object prepared) {
     auto* const by = identity(algorithm.ptr());
     if (!by) return;
-    if (known_.size() >= kMost) forget();
+    if (known_.size() >= kMost) drop();
     auto* const what = nb::cast<Prepared*>(prepared);
     const Key key{Method(method), dtype, elements, packed(op), root, tag, by};
     known_[key] = {what, std::move(prepared), nb::borrow(by)};
@@ -43,17 +44,42 @@ class Ready {
   }
 
   void forget() {
-    recent_.fill({});
-    const auto gone = std::exchange(known_, {});  // destroyed last: an algorithm's finalizer may call us
+    mail_.reset();
+    drop();
   }
 
-  // `ended`: the result of a finished call. `token`: the tensor of a barrier.
-  void learn(nb::object ended, nb::object token) {
+  // `ended`: the result of a finished call. `token`: the tensor of a barrier. `kinds`: of messages without a
+  // tag, by dtype.
+  void learn(nb::object ended, nb::object token, std::vector<std::uint64_t> kinds) {
     ended_ = std::move(ended);
     token_ = std::move(token);
+    kinds_ = std::move(kinds);
   }
 
   bool grouped = false;  // true: every call is asynchronous
+  std::uint64_t messages = 0;  // that `message` has sent or received
+
+  // Sends or receives a message if that takes but a moment. Else returns null and does nothing.
+  nb::object message(Method method, const Arguments& given) {
+    const bool receives = method == Method::recv;
+    const bool any = receives && (!given.root || given.root == Py_None);
+    const auto peer = any ? -1 : given.root ? number_of(given.root) : rank_, tag = number_of(given.tag);
+    if (tag < 0 || tag >= kTags || peer == rank_ || (peer < 0 && !any)) return PyErr_Clear(), nb::object();
+    if (!mail_.is_valid() || grouped || peer >= ranks_) return {};
+    const auto plain = tensors_.plain(given.whole);
+    if (!plain) return {};
+    auto& mail = *nb::inst_ptr<Mailbox>(mail_);
+    const auto kind = std::uint64_t(tag) << 24 | kinds_[plain->dtype];
+    if (receives) {
+      const int from = mail.receive_now(plain->data, plain->bytes, kind, int(peer));
+      if (from < 0) return {};
+      ++messages;
+      return nb::int_(from);
+    }
+    if (!mail.send_now(plain->data, plain->bytes, kind, int(peer))) return {};
+    ++messages;
+    return method == Method::isend ? ended_ : nb::none();
+  }
 
   // Runs or starts the call of `comm` and returns its result, if it is cached and its tensors can be used as
   // buffers. Else returns null and does nothing.
@@ -93,6 +119,7 @@ class Ready {
   }
 
  private:
+  static constexpr std::int64_t kTags = 1ll << 31;
   static constexpr Py_ssize_t kLetters = 4;    // of the longest op
   static constexpr std::size_t kMost = 4096;  // cached calls; when full, all are dropped
   static constexpr std::size_t kRecent = 64;  // entries of a direct-mapped cache in front of the map
@@ -120,6 +147,11 @@ class Ready {
       return h;
     }
   };
+
+  void drop() {
+    recent_.fill({});
+    const auto gone = std::exchange(known_, {});  // destroyed last: an algorithm's finalizer may call us
+  }
 
   static Prepared::Buffer nothing() { return {nb::none(), nullptr}; }
   // Returns the call's buffers, if its tensors are plain and either disjoint, or the part lies in its place
@@ -193,7 +225,8 @@ class Ready {
   Tensors tensors_;
   std::unordered_map<Key, Known, Hash> known_;
   std::array<std::pair<Key, const Known*>, kRecent> recent_{};
-  nb::object ended_, token_;
+  nb::object ended_, token_, mail_;  // no `mail_`: closed
+  std::vector<std::uint64_t> kinds_;
 };
 
 }  // namespace ringdp

@@ -1,5 +1,6 @@
 // A communicator method whose repeated calls stay in C++. A call that `Ready` has cached is run or started
-// at once. Every other call goes to the wrapped Python function, which alone defines the method.
+// at once, and so is a message that fits into a slab, if it can be moved now. Every other call goes to the
+// wrapped Python function, which alone defines the method.
 #pragma once
 
 #include "ready.hpp"
@@ -19,18 +20,24 @@ struct Places {
   int whole, part, op, root;
 };
 constexpr Places kArguments[] = {{1, 0, 2, 0}, {2, 1, 3, 0}, {1, 2, 0, 0}, {2, 1, 0, 0},
-                                 {1, 0, 0, 2}, {1, 0, 3, 2}, {1, 2, 0, 3}, {2, 1, 0, 3}, {0, 0, 0, 0}};
+                                 {1, 0, 0, 2}, {1, 0, 3, 2}, {1, 2, 0, 3}, {2, 1, 0, 3}, {0, 0, 0, 0},
+                                 {1, 0, 0, 2}, {1, 0, 0, 2}, {1, 0, 0, 2}};
 
 // Returns the call's result, or null, having done nothing.
 inline nb::object again(const Repeated& self, PyObject* const* args, Py_ssize_t count, PyObject* names) {
   static PyObject* const op_name = PyUnicode_InternFromString("op");
   static PyObject* const root_name = PyUnicode_InternFromString("root");
+  static PyObject* const to_name = PyUnicode_InternFromString("dst");
+  static PyObject* const from_name = PyUnicode_InternFromString("src");
   static PyObject* const tag_name = PyUnicode_InternFromString("tag");
   static PyObject* const scale_name = PyUnicode_InternFromString("scale");
   static PyObject* const async_name = PyUnicode_InternFromString("async_op");
   static PyObject* const algorithm_name = PyUnicode_InternFromString("algorithm");
   static PyObject* const ready_name = PyUnicode_InternFromString("_ready");
   const Places at = kArguments[self.method];
+  const auto method = Method(self.method);
+  const bool message = method >= Method::send;
+  PyObject* const peer_name = !message ? root_name : method == Method::recv ? from_name : to_name;
   const int tensors = (at.whole > 0) + (at.part > 0);
   if (count < 1 + tensors || count > 1 + std::max({tensors, at.op, at.root})) return {};
   const auto given = [&](int place) { return place && place < count ? args[place] : nullptr; };
@@ -39,10 +46,12 @@ inline nb::object again(const Repeated& self, PyObject* const* args, Py_ssize_t 
     PyObject *const name = PyTuple_GetItem(names, i), *const value = args[count + i];
     if (name == op_name && at.op && !arguments.op)
       arguments.op = value;
-    else if (name == root_name && at.root && !arguments.root)
+    else if (name == peer_name && at.root && !arguments.root)
       arguments.root = value;
     else if (name == tag_name)
       arguments.tag = value;
+    else if (message)
+      return {};
     else if (name == algorithm_name)
       arguments.algorithm = value;
     else if (name == async_name && PyBool_Check(value))
@@ -54,7 +63,8 @@ inline nb::object again(const Repeated& self, PyObject* const* args, Py_ssize_t 
   if (!ready.is_valid()) return PyErr_Clear(), nb::object();
   static PyTypeObject* const type = reinterpret_cast<PyTypeObject*>(nb::type<Ready>().ptr());
   if (Py_TYPE(ready.ptr()) != type) return {};
-  return nb::inst_ptr<Ready>(ready)->again(args[0], Method(self.method), arguments);
+  auto& cache = *nb::inst_ptr<Ready>(ready);
+  return message ? cache.message(method, arguments) : cache.again(args[0], method, arguments);
 }
 
 inline PyObject* call_repeated(PyObject* self, PyObject* const* args, std::size_t flags, PyObject* names) {

@@ -123,11 +123,18 @@ class Prepared:
     def run(self, whole: Tensor | None, part: Tensor | None, site: bytes, /) -> int: ...
 
 class Ready:
+    messages: int
     told: bool
     def __init__(
-        self, rank: int, ranks: int, table: object, tensor: type, parameter: type
+        self,
+        rank: int,
+        ranks: int,
+        table: object,
+        tensor: type,
+        parameter: type,
+        mailbox: Mailbox,
     ) -> None: ...
-    def learn(self, ended: object, token: Tensor, /) -> None: ...
+    def learn(self, ended: object, token: Tensor, kinds: list[int], /) -> None: ...
     def remember(
         self,
         method: int,

@@ -147,7 +147,8 @@ class Issuer:
         self._zero = torch.zeros(1, dtype=torch.int32)
         self._ready = transport.ready  # None if every call goes through Python
         if self._ready:
-            self._ready.learn(ENDED, self._zero)
+            kinds = [fingerprint("send", dtype, "sum", 0) for dtype in DTYPES]
+            self._ready.learn(ENDED, self._zero, kinds)
         self._group: Group | None = None
 
     @property

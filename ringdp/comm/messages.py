@@ -26,6 +26,7 @@ from ringdp.comm.job import Issuer
 from ringdp.comm.work import Work
 from ringdp.errors import UsageError
 from ringdp.transport.records import Call, call_site
+from ringdp.transport.repeated import repeated
 
 
 class Received(Work):
@@ -50,14 +51,17 @@ class Messages(Issuer):
 
     _posted = 0
 
+    @repeated
     def send(self, tensor: Tensor, dst: int, *, tag: int = 0) -> None:
         """Send `tensor` to rank `dst`: any shape and strides, any dtype that collectives take."""
         self._send(tensor, dst, tag, async_op=False)
 
+    @repeated
     def isend(self, tensor: Tensor, dst: int, *, tag: int = 0) -> Work:
         """send that returns at once. Do not change the tensor until `wait` has returned."""
         return self._send(tensor, dst, tag, async_op=True)
 
+    @repeated
     def recv(self, tensor: Tensor, src: int | None = None, *, tag: int = 0) -> int:
         """Receive the next message with this tag from rank `src`, or from any rank if None.
 
@@ -107,7 +111,8 @@ class Messages(Issuer):
         spec = self._spec(name, "", async_op, tag)
         dtype = real_dtype(tensor)
         mine = fingerprint(name, dtype, "sum", ANY_RANK if peer is None else peer, tag=spec.tag)
-        call = (self._posted, mine, tensor.numel(), call_site())
+        number = self._posted + (self._ready.messages if self._ready else 0)
+        call = (number, mine, tensor.numel(), call_site())
         self._guard.check(call)
         self._posted += 1
         return call, fingerprint("send", dtype, "sum", 0, tag=spec.tag), spec.async_op

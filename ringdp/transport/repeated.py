@@ -2,7 +2,9 @@
 
 If a call repeats an earlier one (same op, root, tag, algorithm, dtype and length, tensors that are
 flat buffers), csrc/ready.hpp looks it up, numbers it, records the user's line and runs it (starts
-it, with async_op). Every other call goes to the Python method, which alone defines the semantics.
+it, with async_op). A message that fits into a slab is sent if its channel has room, and received if
+it comes within 20 µs, with no other call or message of its tag to match first. Every other call
+goes to the Python method, which alone defines the semantics.
 """
 
 from __future__ import annotations
@@ -23,6 +25,9 @@ METHODS = (  # in csrc's order
     "gather",
     "scatter",
     "barrier",
+    "send",
+    "isend",
+    "recv",
 )
 F = TypeVar("F", bound=Callable[..., object])
 

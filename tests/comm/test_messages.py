@@ -202,6 +202,68 @@ def test_message_memory_is_mapped_by_senders_and_receivers_only(ranks):
 
 
 @on_ranks(2)
+def test_short_messages_that_can_move_at_once_need_no_python(comm: Communicator) -> None:
+    """But each of them counts in the numbers that errors show."""
+    if comm._ready is None:
+        pytest.skip("an older torch")
+    with comm.duplicate() as other:
+        x, peer = torch.arange(10, dtype=torch.int16), 1 - comm.rank
+        for first in (True, False):  # the first message reserves memory
+            with patch.object(other, "_new_message", wraps=other._new_message) as spy:
+                other.send(x, peer)
+                other.send(x + 1, dst=peer, tag=3)
+                assert other.isend(x + 2, peer, tag=3).is_completed()
+                other.barrier()
+                found = torch.zeros(3, 10, dtype=torch.int16)
+                assert other.recv(found[0], peer) == peer
+                assert other.recv(found[1], src=peer, tag=3) == other.recv(found[2], tag=3) == peer
+            assert torch.equal(found, torch.stack([x, x + 1, x + 2]))
+            assert (spy.call_count > 0) is first
+        work = other.irecv(x, peer)
+        assert work._call[0] == 12
+        other.send(x, peer)
+        work.wait()
+
+
+@on_ranks(2)
+def test_short_messages_keep_their_order_behind_others(comm: Communicator) -> None:
+    """Behind a receive that is posted, a message that waits for its receive, and a long one."""
+    x, peer, long = torch.arange(10.0), 1 - comm.rank, torch.full((LARGE,), 7.0)
+    for _ in range(3):
+        first = torch.zeros(2, 10)
+        posted = [comm.irecv(y, peer) for y in first]
+        for value in range(3):
+            comm.send(x + value, peer)
+        comm.send(x + 5, peer, tag=1)
+        sent = comm.isend(long, peer)
+        comm.send(x + 6, peer)
+        rest, whole = torch.zeros(3, 10), torch.zeros(LARGE)
+        for y, tag in zip(rest[:2], (1, 0), strict=True):
+            comm.recv(y, tag=tag)
+        comm.recv(whole, peer)
+        comm.recv(rest[2], peer)
+        for work in (*posted, sent):
+            work.wait()
+        assert torch.equal(first, torch.stack([x, x + 1]))
+        assert torch.equal(rest, torch.stack([x + 5, x + 2, x + 6]))
+        assert torch.equal(whole, long)
+
+
+@pytest.mark.parametrize("given", [torch.zeros(3), torch.zeros(4, dtype=torch.int32)])
+@on_ranks(2)
+def test_a_short_message_that_does_not_fit_is_a_mismatch(comm: Communicator, given: Tensor) -> None:
+    with comm.duplicate() as other:
+        x, peer = torch.zeros(4), 1 - comm.rank
+        for _ in range(2):
+            other.send(x, peer)
+            other.recv(x, peer)
+        if comm.rank == 0:
+            other.send(given, 1)
+        with pytest.raises(ringdp.CollectiveMismatch, match="expected 16 bytes of float32"):
+            other.recv(x, peer)
+
+
+@on_ranks(2)
 def test_a_rank_may_close_after_a_short_message(comm: Communicator) -> None:
     """A short message can be received after its sender has closed."""
     for _ in range(20):

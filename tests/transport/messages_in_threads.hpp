@@ -63,6 +63,18 @@ void messages(int n) {
           for (auto b : in.back()) check(b == std::byte(*source + k), "the message");
         }
       for (auto ticket : tickets) finish(ticket);
+      if (n < 2) return;
+      const int next = (me + 1) % n, before = (me + n - 1) % n, by = me % 2 ? -1 : before;
+      const std::uint64_t kind = 9 << 24;
+      for (int i = 0; i < 100; ++i) {
+        const auto given = std::byte(me + i);
+        if (!mail[me]->send_now(&given, 1, kind, next))
+          finish(send(*mail[me], &given, std::uint64_t(1), kind, next, false));
+        auto found = std::byte(99);
+        std::int64_t sender = mail[me]->receive_now(&found, 1, kind, by);
+        if (sender < 0) finish(receive(*mail[me], &found, std::uint64_t(1), kind, by, &sender, false));
+        check(sender == before && found == std::byte(before + i), "a message that may move at once");
+      }
     });
   for (auto& t : threads) t.join();
   if (n < 2) return;

@@ -136,8 +136,9 @@ class ShmTransport(Transport):
             )
             self.tape = self._core
             table = Tensor.__dlpack_c_exchange_api__  # see csrc/tensors.hpp
-            self.ready = _core.Ready(self.rank, self.ranks, table, Tensor, torch.nn.Parameter)
             self._mail = _core.Mailbox(self._core, files[1])
+            types = Tensor, torch.nn.Parameter
+            self.ready = _core.Ready(self.rank, self.ranks, table, *types, self._mail)
 
     @property
     def issued(self) -> int:
