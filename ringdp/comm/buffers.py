@@ -42,7 +42,7 @@ def flat(tensor: Tensor, *, read: bool = True) -> Flat:
     Raises UsageError if the tensor has no memory, such as a fake one or one that FSDP has freed.
     """
     data = tensor.detach()
-    if tensor.device.type != "meta" and lacks_memory(data):
+    if not tensor.is_meta and lacks_memory(data):
         raise UsageError(
             f"a tensor of shape {tuple(tensor.shape)} has no memory of its own: it is a fake one, "
             "or stands for others (a DTensor, or one that torch.func made), or its storage was "
@@ -57,7 +57,7 @@ def flat(tensor: Tensor, *, read: bool = True) -> Flat:
             data = torch.empty(data.shape, dtype=data.dtype, device=data.device)
     if data.is_complex():
         data = torch.view_as_real(data)
-    return Flat(data.view(-1), original)
+    return Flat(data if data.dim() == 1 else data.view(-1), original)
 
 
 def writable(tensor: Tensor) -> Tensor:
@@ -80,14 +80,17 @@ def lacks_memory(tensor: Tensor) -> bool:
         return False
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return True
-    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    end = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    spread = tensor.numel() - 1
+    if not tensor.is_contiguous():
+        spread = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    end = (tensor.storage_offset() + spread + 1) * tensor.element_size()
     return tensor.untyped_storage().nbytes() < end or tensor.data_ptr() == 0
 
 
 def flat_output(tensor: Tensor, what: str, *, read: bool = False) -> Flat:
     """`flat` for a tensor that will be written. Raises UsageError if its elements share memory."""
-    if any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True)):
+    shared = zip(tensor.stride(), tensor.shape, strict=True)
+    if not tensor.is_contiguous() and any(s == 0 and n > 1 for s, n in shared):
         raise UsageError(
             f"{what} of shape {tuple(tensor.shape)} was made by expand(): several of its elements "
             "share one place in memory; allowed: a tensor whose elements have a place each"

@@ -250,7 +250,7 @@ class Transport(Observed, Protocol):
 
     def check(self, buffer: Tensor) -> None:
         """Raises UsageError if this transport cannot move the tensor, or in a forked process."""
-        if buffer.device.type != "cpu":
+        if not buffer.is_cpu:
             raise UsageError(
                 f"this communicator moves CPU tensors; this one is on {buffer.device}; allowed: "
                 "tensor.cpu(), or for GPUs a communicator of ringdp.init(transport='nccl')"
