@@ -21,7 +21,7 @@ import torch
 
 import ringdp
 from ringdp import CommunicationError, Communicator, PeerLost
-from tests.comm.failing import Caught, catch, fallible, held, leaves_nothing
+from tests.comm.failing import catch, fallible, held, leaves_nothing
 from tests.ranks import TIMEOUT, on_ranks
 
 pytestmark = pytest.mark.process
@@ -29,46 +29,40 @@ pytestmark = pytest.mark.process
 ALLOWED = TIMEOUT / 3  # seconds; takes 0.01 s on an idle machine, but must not be a timeout
 
 
+@on_ranks(3)
 @fallible
-def rank_1_closes(comm: Communicator) -> Caught | None:
+def test_a_rank_that_closes_is_lost_to_the_others(comm: Communicator) -> None:
     if comm.rank == 1:
         comm.close()
         comm.close()
         with pytest.raises(CommunicationError, match="closed"):
             comm.barrier()
-        return None
-    return catch(comm, comm.barrier)
+        return
+    caught = catch(comm, comm.barrier)
+    assert caught.error == caught.again == "PeerLost"
+    assert "rank 1 has ended" in caught.text
+    assert caught.seconds < ALLOWED
 
 
-def test_a_rank_that_closes_is_lost_to_the_others(ranks):
-    for caught in ranks(3)(rank_1_closes):
-        if caught:
-            assert caught.error == caught.again == "PeerLost"
-            assert "rank 1 has ended" in caught.text
-            assert caught.seconds < ALLOWED
-
-
+@on_ranks(2)
 @fallible
-def queue_behind_a_stuck_call(comm: Communicator) -> str | None:
+def test_a_queued_call_names_the_call_it_waits_behind(comm: Communicator) -> None:
     other = comm.duplicate()
     if comm.rank == 1:
         other.barrier()
         comm.close()
-        return None
+        return
     works = [comm.all_reduce(torch.ones(10), async_op=True) for _ in range(2)]
     other.barrier()
     with pytest.raises(PeerLost) as raised:
         works[1].wait()
-    return str(raised.value)
-
-
-def test_a_queued_call_names_the_call_it_waits_behind(ranks):
-    line = ranks(2)(queue_behind_a_stuck_call)[0].splitlines()[0]
+    line = str(raised.value).splitlines()[0]
     assert re.search(r"test_failures.py:\d+ \(queued behind #\d\); rank 1 has ended", line), line
 
 
+@on_ranks(2)
 @leaves_nothing
-def close_with_pending_calls(comm: Communicator) -> float:
+def test_close_ends_pending_calls(comm: Communicator) -> None:
     start = time.monotonic()
     with comm.duplicate() as other:
         if comm.rank == 0:
@@ -81,11 +75,7 @@ def close_with_pending_calls(comm: Communicator) -> float:
                 assert work.is_completed()
                 assert isinstance(work.exception(), CommunicationError)
         comm.barrier()  # if rank 1 closed earlier, the pending calls would raise PeerLost
-    return time.monotonic() - start
-
-
-def test_close_ends_pending_calls(ranks):
-    assert max(ranks(2)(close_with_pending_calls)) < ALLOWED
+    assert time.monotonic() - start < ALLOWED
 
 
 @on_ranks(2)
@@ -122,8 +112,9 @@ def interrupted_in(comm: Communicator) -> Iterator[None]:
         yield
 
 
+@on_ranks(2)
 @leaves_nothing
-def interrupt_a_barrier(comm: Communicator) -> float:
+def test_ctrl_c_ends_a_wait(comm: Communicator) -> None:
     start = time.monotonic()
     with comm.duplicate() as other:
         other.barrier()
@@ -132,24 +123,19 @@ def interrupt_a_barrier(comm: Communicator) -> float:
                 other.barrier()  # rank 1 does not call it
             other.close()  # before rank 1, which would otherwise see it lost
         comm.barrier()
-    return time.monotonic() - start
+    assert time.monotonic() - start < ALLOWED
 
 
-def test_ctrl_c_ends_a_wait(ranks):
-    assert max(ranks(2)(interrupt_a_barrier)) < ALLOWED
-
-
+@on_ranks(2)
 @leaves_nothing
-def interrupt_a_first_call(comm: Communicator) -> tuple[int, int]:
-    """Interrupts a call that is not a repeated one. Returns how many calls' buffers are kept then,
-    and after the call has completed."""
-    kept = 0
+def test_ctrl_c_in_a_first_call_keeps_its_buffers_alive(comm: Communicator) -> None:
+    """In a call that is not a repeated one; until it has completed."""
     with comm.duplicate() as other:
         other.barrier()
         if comm.rank == 0:
             with interrupted_in(other):
                 other.broadcast(torch.zeros(200_000), root=1)
-            kept = len(other._transport.kept)
+            assert len(other._transport.kept) == 1
         # would get the buffer's memory if it had been freed
         others = [torch.full((200_000,), 7.0) for _ in range(4)]
         comm.barrier()
@@ -157,11 +143,7 @@ def interrupt_a_first_call(comm: Communicator) -> tuple[int, int]:
             other.broadcast(torch.ones(200_000), root=1)
         other.barrier()
         assert all(bool((x == 7).all()) for x in others)
-        return kept, len(other._transport.kept)
-
-
-def test_ctrl_c_in_a_first_call_keeps_its_buffers_alive(ranks):
-    assert ranks(2)(interrupt_a_first_call) == [(1, 0), (0, 0)]
+        assert not other._transport.kept
 
 
 class InterruptedCore:
@@ -180,9 +162,9 @@ class InterruptedCore:
         return call if name in ("start", "send", "receive") else method
 
 
+@on_ranks(2)
 @leaves_nothing
-def interrupt_as_calls_return(comm: Communicator) -> list[int]:
-    found = []
+def test_ctrl_c_as_a_call_returns_keeps_its_buffers_alive(comm: Communicator) -> None:
     other = comm.duplicate()
     transport: Any = other._transport
     x = torch.ones(100_000)
@@ -195,33 +177,29 @@ def interrupt_as_calls_return(comm: Communicator) -> list[int]:
     prepare = transport.prepare
     transport.prepare = lambda what: InterruptedCore(prepare(what))
     transport._mail = InterruptedCore(transport._mail)
-    for call in calls:
+    for begun, call in enumerate(calls, 1):
         comm.barrier()  # the other rank has not begun the call, so it cannot complete early
         if comm.rank == 0:
             with pytest.raises(KeyboardInterrupt):
                 call()
-            found.append(len(transport.kept) + len(transport.messages))
+            assert len(transport.kept) + len(transport.messages) == begun
     comm.barrier()
     other.abort()
-    return found
-
-
-def test_ctrl_c_as_a_call_returns_keeps_its_buffers_alive(ranks):
-    assert ranks(2)(interrupt_as_calls_return) == [[1, 2, 3], []]
 
 
 class Held:
     pass
 
 
+@pytest.mark.parametrize("later", [False, True])
+@on_ranks(2)
 @fallible
-def locals_are_freed(comm: Communicator, later: bool) -> bool:
-    """Whether the locals of a failed call's caller are freed although the error was raised
-    again."""
+def test_an_error_does_not_keep_its_callers_locals(comm: Communicator, later: bool) -> None:
+    """They are freed although the error was raised again."""
     comm.barrier()
     if comm.rank == 1:
         comm.close()
-        return True
+        return
     works, seen = [], []
 
     def caller() -> None:
@@ -238,12 +216,7 @@ def locals_are_freed(comm: Communicator, later: bool) -> bool:
                 caller()
     finally:
         gc.enable()
-    return not any(ref() for ref in seen)
-
-
-@pytest.mark.parametrize("later", [False, True])
-def test_an_error_does_not_keep_its_callers_locals(ranks, later: bool):
-    assert all(ranks(2)(locals_are_freed, later))
+    assert not any(ref() for ref in seen)
 
 
 @on_ranks(2)

@@ -4,11 +4,9 @@ error."""
 from __future__ import annotations
 
 import os
-import re
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,19 +20,12 @@ from tests.comm.test_failures import ALLOWED
 from tests.comm.test_messages import LARGE
 from tests.forks import Forks, Report, store
 from tests.limits import address_space_limit
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
 # float32; the longest message whose send does not wait for the receiver
 SLAB, MANY = 16 << 10, 4000
-
-
-@fallible
-def send_and_recv_mismatched(comm: Communicator, sent: Tensor, expected: Tensor) -> Caught | None:
-    """The receiver gets the error at once, the sender at its next call at the latest."""
-    if comm.rank == 0:
-        return catch(comm, lambda: comm.send(sent, 1, tag=5), comm.barrier)
-    return catch(comm, lambda: comm.recv(expected, 0, tag=5))
 
 
 @pytest.mark.parametrize(
@@ -47,33 +38,39 @@ def send_and_recv_mismatched(comm: Communicator, sent: Tensor, expected: Tensor)
         (torch.zeros(4), torch.zeros(4, dtype=torch.int32), "16 bytes of float32"),
     ],
 )  # fmt: skip
-def test_another_length_or_dtype_is_an_error_on_both(ranks, sent, expected, shows):
-    for caught in ranks(2)(send_and_recv_mismatched, sent, expected):
-        assert caught.error == caught.again == "CollectiveMismatch"
-        assert shows in caught.text
-        assert "rank 1 expected" in caught.text
-        assert caught.seconds < ALLOWED
-
-
+@on_ranks(2)
 @fallible
-def wait_for_nothing(comm: Communicator, what: str) -> Caught | None:
-    x = torch.zeros(LARGE)
-    if comm.rank == 1:
-        until_failed(comm)
-        return catch(comm, comm.barrier)
-    work = comm.irecv(x, 1, tag=3) if what == "recv" else comm.isend(x, 1, tag=3)
-    return catch(comm, lambda: work.wait(0.2))
+def test_another_length_or_dtype_is_an_error_on_both(
+    comm: Communicator, sent: Tensor, expected: Tensor, shows: str
+) -> None:
+    """The receiver gets the error at once, the sender at its next call at the latest."""
+    if comm.rank == 0:
+        caught = catch(comm, lambda: comm.send(sent, 1, tag=5), comm.barrier)
+    else:
+        caught = catch(comm, lambda: comm.recv(expected, 0, tag=5))
+    assert caught.error == caught.again == "CollectiveMismatch"
+    assert shows in caught.text
+    assert "rank 1 expected" in caught.text
+    assert caught.seconds < ALLOWED
 
 
 @pytest.mark.parametrize("what", ["recv", "send"])
-def test_a_message_that_does_not_come_is_a_timeout(ranks, what):
-    here, there = ranks(2)(wait_for_nothing, what)
-    assert here.error == here.again == there.error == "CollectiveTimeout"
-    assert f"rank 0 waited for {what} #0 (float32, " in here.text
-    assert "rank 1) of 100000 elements, tag 3, at " in here.text
-    assert f"{Path(__file__).name}:" in here.text
-    assert f"has not {'received' if what == 'send' else 'sent'} it" in here.text
-    assert here.seconds < ALLOWED
+@on_ranks(2)
+@fallible
+def test_a_message_that_does_not_come_is_a_timeout(comm: Communicator, what: str) -> None:
+    x = torch.zeros(LARGE)
+    if comm.rank == 1:
+        until_failed(comm)
+        assert catch(comm, comm.barrier).error == "CollectiveTimeout"
+        return
+    work = comm.irecv(x, 1, tag=3) if what == "recv" else comm.isend(x, 1, tag=3)
+    caught = catch(comm, lambda: work.wait(0.2))
+    assert caught.error == caught.again == "CollectiveTimeout"
+    assert f"rank 0 waited for {what} #0 (float32, " in caught.text
+    assert "rank 1) of 100000 elements, tag 3, at " in caught.text
+    assert f"{Path(__file__).name}:" in caught.text
+    assert f"has not {'received' if what == 'send' else 'sent'} it" in caught.text
+    assert caught.seconds < ALLOWED
 
 
 def peer_is_killed(comm: Communicator) -> list[Caught | None]:
@@ -104,65 +101,50 @@ def test_a_killed_peer_is_named(fresh_ranks):
             assert caught.seconds < ALLOWED
 
 
+@on_ranks(3)
 @fallible
-def recv_after_rank_1_closed(comm: Communicator) -> Caught | None:
+def test_a_peer_that_closed_is_lost_to_a_waiting_rank(comm: Communicator) -> None:
     """A rank that has closed does not prevent messages from another."""
     x = torch.zeros(10)
     if comm.rank == 1:
-        return None
+        return
     if comm.rank == 2:
         time.sleep(0.3)
         comm.send(x, 0)
-        return catch(comm, lambda: comm.recv(x, 0))
+        assert catch(comm, lambda: comm.recv(x, 0)).error == "PeerLost"
+        return
     assert comm.recv(x) == 2
-    return catch(comm, lambda: comm.recv(x, 1))
+    caught = catch(comm, lambda: comm.recv(x, 1))
+    assert caught.error == "PeerLost"
+    assert "rank 1 has ended" in caught.text
 
 
+@on_ranks(2)
 @fallible
-def poll_lost_messages(comm: Communicator) -> list[str]:
-    """Polls messages that cannot be delivered any more, without waiting."""
+def test_polling_a_message_detects_a_lost_peer(comm: Communicator) -> None:
+    """A message that cannot be delivered any more, without waiting."""
     if comm.rank == 1:
-        return []
+        return
     x = torch.zeros(LARGE)
     works = [comm.irecv(x, 1), comm.isend(x, 1)]
     for work in works:
         while not work.is_completed():
             time.sleep(0.001)
-    return [type(work.exception()).__name__ for work in works]
+        assert isinstance(work.exception(), ringdp.PeerLost)
 
 
-def test_polling_a_message_detects_a_lost_peer(ranks):
-    assert ranks(2)(poll_lost_messages)[0] == ["PeerLost"] * 2
-
-
-def test_a_peer_that_closed_is_lost_to_a_waiting_rank(ranks):
-    here, left, there = ranks(3)(recv_after_rank_1_closed)
-    assert left is None
-    assert here.error == there.error == "PeerLost"
-    assert "rank 1 has ended" in here.text
-
-
-def call_without_memory(comm: Communicator) -> list[str]:
-    x, peer, texts = torch.zeros(10), 1 - comm.rank, []
-    with comm.duplicate() as other, address_space_limit(1 << 20):
-        calls: list[Callable[[], object]] = [
-            lambda: other.send(x, peer),
-            lambda: other.irecv(x, peer),
-            ringdp.init,
-        ]
-        for call in calls:
-            with pytest.raises(ringdp.CommunicationError) as error:
-                call()
-            texts.append(str(error.value))
-    return texts
-
-
-def test_a_lack_of_memory_is_a_communication_error(fresh_ranks):
+@on_ranks(2, pool="fresh_ranks")
+def test_a_lack_of_memory_is_a_communication_error(comm: Communicator) -> None:
     """The `init` of rank 1 may fail for lack of a thread's stack, before it has connected to rank
     0."""
-    for *messages, init in fresh_ranks(2)(call_without_memory):
-        assert all("Cannot allocate memory" in text for text in messages)
-        assert re.search("Cannot allocate memory|can't start new thread", init), init
+    x, peer = torch.zeros(10), 1 - comm.rank
+    with comm.duplicate() as other, address_space_limit(1 << 20):
+        for call in (lambda: other.send(x, peer), lambda: other.irecv(x, peer)):
+            with pytest.raises(ringdp.CommunicationError, match="Cannot allocate memory"):
+                call()
+        why = "Cannot allocate memory|can't start new thread"
+        with pytest.raises(ringdp.CommunicationError, match=why):
+            ringdp.init()
 
 
 def fill_memory_with_messages(comm: Communicator, report: Report) -> None:

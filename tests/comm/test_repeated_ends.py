@@ -18,7 +18,7 @@ from ringdp.comm import job
 from ringdp.comm.call import place
 from ringdp.transport.base import Exchange
 from ringdp.transport.records import call_site
-from tests.comm.failing import Caught, catch, fallible, until_failed
+from tests.comm.failing import catch, fallible, until_failed
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
@@ -77,8 +77,10 @@ by_exchange_and_program = pytest.mark.parametrize(
 )  # an exchange and a program
 
 
+@by_exchange_and_program
+@on_ranks(2)
 @fallible
-def repeat_different_calls(comm: Communicator, algorithm: str) -> tuple[Caught | None, str, int]:
+def test_repeated_calls_that_differ_are_a_mismatch(comm: Communicator, algorithm: str) -> None:
     x = torch.ones(8)
     calls = [
         lambda: comm.all_reduce(x, algorithm=algorithm),
@@ -87,20 +89,18 @@ def repeat_different_calls(comm: Communicator, algorithm: str) -> tuple[Caught |
     for call in calls:  # both have been called before
         call()
     number = comm.issued
-    return catch(comm, calls[comm.rank]), place(call_site()), number
+    caught = catch(comm, calls[comm.rank])
+    assert caught.error == caught.again == "CollectiveMismatch"
+    for op in ("sum", "max"):
+        assert f"all_reduce #{number} (float32, {op}{BY[algorithm]}) of 8" in caught.text
+    assert caught.text.count(place(call_site()).rpartition(":")[0]) >= 2
 
 
 @by_exchange_and_program
-def test_repeated_calls_that_differ_are_a_mismatch(ranks, algorithm: str):
-    for caught, here, number in ranks(2)(repeat_different_calls, algorithm):
-        assert caught.error == caught.again == "CollectiveMismatch"
-        for op in ("sum", "max"):
-            assert f"all_reduce #{number} (float32, {op}{BY[algorithm]}) of 8" in caught.text
-        assert caught.text.count(here.rpartition(":")[0]) >= 2
-
-
+@pytest.mark.parametrize("later", [False, True])
+@on_ranks(2)
 @fallible
-def repeat_alone(comm: Communicator, algorithm: str, later: bool) -> Caught | None:
+def test_a_repeated_call_times_out(comm: Communicator, algorithm: str, later: bool) -> None:
     x = torch.ones(8)
     comm.all_reduce(x, algorithm=algorithm)
     if comm.rank == 0:
@@ -108,22 +108,18 @@ def repeat_alone(comm: Communicator, algorithm: str, later: bool) -> Caught | No
     else:  # until rank 0 has given up
         while comm._transport.failure() is None:
             time.sleep(0.01)
-    return catch(comm, lambda: comm.all_reduce(x, algorithm=algorithm, async_op=later).wait())
-
-
-@by_exchange_and_program
-@pytest.mark.parametrize("later", [False, True])
-def test_a_repeated_call_times_out(ranks, algorithm: str, later: bool):
-    caught, _ = ranks(2)(repeat_alone, algorithm, later)
+    caught = catch(comm, lambda: comm.all_reduce(x, algorithm=algorithm, async_op=later).wait())
     assert caught.error == caught.again == "CollectiveTimeout"
     what = f"all_reduce #2 (float32, sum{BY[algorithm]}) of 8 elements"
-    assert f"rank 0 waited for {what}" in caught.text
+    assert comm.rank or f"rank 0 waited for {what}" in caught.text
     assert f"{os.path.basename(__file__)}:" in caught.text
 
 
+@pytest.mark.parametrize("before", [0, 1])
+@on_ranks(2)
 @fallible
-def remaining_waits(comm: Communicator, before: int) -> list[float]:
-    """How long a call may still wait in Python after its wait in C++."""
+def test_a_timeout_counts_from_the_start_of_the_call(comm: Communicator, before: int) -> None:
+    """After its wait in C++ a call does not wait any more in Python."""
     x = torch.ones(8)
     for _ in range(before):
         comm.all_reduce(x, tag=1)
@@ -135,30 +131,21 @@ def remaining_waits(comm: Communicator, before: int) -> list[float]:
     transport.wait = lambda ticket, seconds: seen.append(seconds) or wait(ticket, seconds)
     assert catch(comm, lambda: comm.all_reduce(x, tag=1)).error == "CollectiveTimeout"  # type: ignore[union-attr]
     del transport.wait
-    return seen
-
-
-@pytest.mark.parametrize("before", [0, 1])
-def test_a_timeout_counts_from_the_start_of_the_call(ranks, before: int):
-    assert ranks(2)(remaining_waits, before)[0][0] == 0
-
-
-@fallible
-def kept_after_a_failure(comm: Communicator, algorithm: str) -> int:
-    comm.all_reduce(torch.ones(8), algorithm=algorithm)
-    if comm.rank == 1:
-        comm.close()
-        return 0
-    for _ in range(10):
-        with pytest.raises(PeerLost):
-            comm.all_reduce(torch.ones(8), algorithm=algorithm)
-    return len(comm._transport.kept)
+    assert comm.rank or seen[0] == 0
 
 
 @by_exchange_and_program
-def test_retries_after_a_failure_keep_no_buffers(ranks, algorithm: str):
-    # the buffer of the first failed call may still be read
-    assert ranks(2)(kept_after_a_failure, algorithm)[0] <= 1
+@on_ranks(2)
+@fallible
+def test_retries_after_a_failure_keep_no_buffers(comm: Communicator, algorithm: str) -> None:
+    comm.all_reduce(torch.ones(8), algorithm=algorithm)
+    if comm.rank == 1:
+        comm.close()
+        return
+    for _ in range(10):
+        with pytest.raises(PeerLost):
+            comm.all_reduce(torch.ones(8), algorithm=algorithm)
+    assert len(comm._transport.kept) <= 1  # that of the first failed call may still be read
 
 
 @by_exchange_and_program

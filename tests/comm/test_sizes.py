@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from ringdp import Communicator
-from tests.comm.failing import Caught, by_turns, catch, fallible
+from tests.comm.failing import by_turns, catch, fallible
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
@@ -55,18 +56,6 @@ def begin(comm: Communicator, what: str, sizes: Sizes) -> None:
             comm.scatter_v(part, whole if me == 0 else None, sizes)
 
 
-@fallible
-def call_with_other_sizes(
-    comm: Communicator, what: str, odd: Callable[[Sizes], Sizes], part: int
-) -> Caught:
-    """Rank 1 passes other sizes than the others."""
-    sizes = [part] * comm.size
-    mine = odd(sizes) if comm.rank == 1 else sizes
-    caught = catch(comm, lambda: begin(comm, what, mine), comm.barrier)
-    assert caught is not None, f"{what} raised no error"
-    return caught
-
-
 WHATS = ("all_gather_v", "reduce_scatter_v", "gather_v", "scatter_v")
 
 
@@ -74,21 +63,35 @@ WHATS = ("all_gather_v", "reduce_scatter_v", "gather_v", "scatter_v")
     ("odd", "part", "what", "n"),
     by_turns(product((shift_one, one_less, all_zero), (PART, LINES), WHATS), (2, 3, 4)),
 )
-def test_different_sizes_are_a_mismatch_on_all_ranks(ranks, what, odd, part, n):
-    name = what.removesuffix("_v")
-    for h in ranks(n)(call_with_other_sizes, what, odd, part):
-        assert h.error == h.again == "CollectiveMismatch", h
-        first, *calls = h.text.splitlines()[:4]
-        assert re.fullmatch(r"ranks (1 and \d|\d and 1) called differently:", first), h
-        for call in calls[:2]:
-            assert f": {name} #1 (float32" in call, h
-            assert "/test_sizes.py:" in call, h
-        counted = {call.partition(") of ")[2].partition(" ")[0] for call in calls[:2]}
-        assert len(counted) == 2 or calls[2] == "  with different sizes", h
-
-
+@on_ranks()
 @fallible
-def send_another_size(comm: Communicator, more: int, part: int) -> Caught:
+def test_different_sizes_are_a_mismatch_on_all_ranks(
+    comm: Communicator, odd: Callable[[Sizes], Sizes], part: int, what: str
+) -> None:
+    """Rank 1 passes other sizes than the others."""
+    sizes = [part] * comm.size
+    mine = odd(sizes) if comm.rank == 1 else sizes
+    h = catch(comm, lambda: begin(comm, what, mine), comm.barrier)
+    assert h is not None, f"{what} raised no error"
+    assert h.error == h.again == "CollectiveMismatch", h
+    first, *calls = h.text.splitlines()[:4]
+    assert re.fullmatch(r"ranks (1 and \d|\d and 1) called differently:", first), h
+    for call in calls[:2]:
+        assert f": {what.removesuffix('_v')} #1 (float32" in call, h
+        assert "/test_sizes.py:" in call, h
+    counted = {call.partition(") of ")[2].partition(" ")[0] for call in calls[:2]}
+    assert len(counted) == 2 or calls[2] == "  with different sizes", h
+
+
+PARTS = ((PART, 1), (0, 1), (LARGE, 1), (PART, -PART), (PART, -1), (LARGE, -LARGE))
+
+
+@pytest.mark.parametrize(("part", "more", "n"), by_turns(PARTS, (2, 3, 4)))
+@on_ranks()
+@fallible
+def test_a_part_of_another_size_is_a_mismatch_on_all_ranks(
+    comm: Communicator, part: int, more: int
+) -> None:
     """Rank 1 sends rank 0 more or less than it expects; all other parts are as expected."""
     received = [part] * comm.size
     sent = [part + more * (comm.rank == 1), *received[1:]]
@@ -97,26 +100,17 @@ def send_another_size(comm: Communicator, more: int, part: int) -> Caught:
         out = torch.zeros(sum(received))
         comm.all_to_all_v(out, torch.zeros(sum(sent)), received, sent)
 
-    caught = catch(comm, call, comm.barrier)
-    assert caught is not None, "no error was raised"
-    return caught
-
-
-PARTS = ((PART, 1), (0, 1), (LARGE, 1), (PART, -PART), (PART, -1), (LARGE, -LARGE))
-
-
-@pytest.mark.parametrize(("part", "more", "n"), by_turns(PARTS, (2, 3, 4)))
-def test_a_part_of_another_size_is_a_mismatch_on_all_ranks(ranks, part, more, n):
-    for h in ranks(n)(send_another_size, more, part):
-        assert h.error == h.again == "CollectiveMismatch", h
-        first, zero, one, why = h.text.splitlines()[:4]
-        assert first == "ranks 0 and 1 called differently:", h
-        for rank, call in enumerate((zero, one)):
-            assert call.startswith(f"  rank {rank}: all_to_all_v #1 (float32) of "), h
-            assert "/test_sizes.py:" in call, h
-        found = MESSAGE.fullmatch(why)
-        if found is None:  # the slabs are equal, only their number differs
-            assert why == "  with different sizes", h
-        else:
-            found_bytes, expected = map(int, found.groups())
-            assert (found_bytes > expected) == (more > 0), h
+    h = catch(comm, call, comm.barrier)
+    assert h is not None, "no error was raised"
+    assert h.error == h.again == "CollectiveMismatch", h
+    first, zero, one, why = h.text.splitlines()[:4]
+    assert first == "ranks 0 and 1 called differently:", h
+    for rank, line in enumerate((zero, one)):
+        assert line.startswith(f"  rank {rank}: all_to_all_v #1 (float32) of "), h
+        assert "/test_sizes.py:" in line, h
+    found = MESSAGE.fullmatch(why)
+    if found is None:  # the slabs are equal, only their number differs
+        assert why == "  with different sizes", h
+    else:
+        found_bytes, expected = map(int, found.groups())
+        assert (found_bytes > expected) == (more > 0), h

@@ -17,6 +17,7 @@ import ringdp
 from ringdp.comm import tracing
 from ringdp.tape.meeting import Meeting
 from tests.forks import CALL_TIMEOUT, store
+from tests.ranks import on_ranks
 from tests.tape.traces import TraceFile
 
 pytestmark = pytest.mark.process
@@ -185,8 +186,12 @@ def test_a_malformed_part_is_listed_as_missing(ranks, tmp_path, text):
     assert read.about["missing"]["1"].startswith("rank 1's part of the trace cannot be had: ")
 
 
-def collect_refusals(comm: ringdp.Communicator, path: Path, pipe: Path) -> list[str]:
-    messages = []
+@on_ranks(2)
+def test_bad_paths_are_refused_on_every_rank(comm: ringdp.Communicator, tmp_path: Path) -> None:
+    path, pipe, messages = tmp_path / "run.json", tmp_path / "pipe", list[str]()
+    if comm.rank == 0:
+        os.mkfifo(pipe)
+    comm.barrier()
     for start in (
         lambda: ringdp.trace("/nowhere/run.json").start(),
         lambda: ringdp.trace(pipe).start(),
@@ -201,20 +206,13 @@ def collect_refusals(comm: ringdp.Communicator, path: Path, pipe: Path) -> list[
     with pytest.raises(ringdp.UsageError, match="a trace runs in this process already"):
         ringdp.trace(path).start()
     running.stop()
-    return messages
-
-
-def test_bad_paths_are_refused_on_every_rank(ranks, tmp_path):
-    os.mkfifo(pipe := tmp_path / "pipe")
-    for messages in ranks(2)(collect_refusals, tmp_path / "run.json", pipe):
-        assert messages[0] == (
-            "trace: cannot write /nowhere/run.json: No such file or directory; allowed: a file in "
-            "a directory that exists and is writable"
-        )
-        assert messages[1].startswith(
-            f"trace: cannot write {pipe}: it is a device or a pipe; allowed"
-        )
-        assert "embedded null " in messages[2]  # "byte"; from Python 3.13 on "character"
-        assert all("nnn: File name too long; allowed" in message for message in messages[3:5])
-        assert messages[5] == "this trace does not run; start it first"
-    assert (tmp_path / "run.json").exists()
+    assert messages[0] == (
+        "trace: cannot write /nowhere/run.json: No such file or directory; allowed: a file in "
+        "a directory that exists and is writable"
+    )
+    assert messages[1].startswith(f"trace: cannot write {pipe}: it is a device or a pipe; allowed")
+    assert "embedded null " in messages[2]  # "byte"; from Python 3.13 on "character"
+    assert all("nnn: File name too long; allowed" in message for message in messages[3:5])
+    assert messages[5] == "this trace does not run; start it first"
+    comm.barrier()  # rank 0 writes the file
+    assert path.exists()

@@ -144,24 +144,6 @@ def wrong_shape(rank: int, w: Tensor) -> dict[str, Any]:
     return {"d": torch.zeros(3)}
 
 
-def failing_save(
-    comm: Communicator, path: str, stage: int, state: Callable[..., dict[str, Any]]
-) -> str:
-    """The error of a save with that state. The previous checkpoint is intact, and there are no
-    other files."""
-    model, engine, optimizer = make(comm, stage)
-    ringdp.save(path, engine, optimizer, extra={"save": 1})
-    before = sorted(os.listdir(path))
-    optimizer.state[model.w].update(state(comm.rank, model.w))
-    with pytest.raises(CheckpointError, match="the checkpoint was not written") as error:
-        ringdp.save(path, engine, optimizer, extra={"save": 2})
-    comm.barrier()
-    assert sorted(os.listdir(path)) == before
-    assert ringdp.load(path, engine, optimizer) == {"save": 1}
-    engine.close()
-    return str(error.value)
-
-
 @pytest.mark.parametrize(
     ("stage", "state", "message"),
     [
@@ -181,30 +163,46 @@ def failing_save(
         ),
     ],
 )
-def test_state_that_could_not_be_loaded_is_refused_by_save(ranks, tmp_path, stage, state, message):
-    for text in ranks(2)(failing_save, str(tmp_path), stage, state):
-        assert message in text
-
-
-def state_devices(comm: Communicator, path: str, option: str) -> dict[str, str]:
-    """The devices of loaded optimizer state, if the parameter were on another device."""
-    model, engine, optimizer = make(comm, 3)
-    optimizer.param_groups[0][option] = True
-    optimizer.state[model.w].update(single_values(comm.rank, model.w) | {"step": torch.tensor(2.0)})
-    ringdp.save(path, engine, optimizer)
-    there = [piece._replace(rest=piece.rest.to("meta")) for piece in pieces(engine)]
-    for read in planned(read_index(Path(path)), engine, optimizer, there).reads:
-        if read.key.startswith("optimizer/"):
-            read.put(torch.ones(read.end - read.begin))
+@on_ranks(2)
+def test_state_that_could_not_be_loaded_is_refused_by_save(
+    comm: Communicator,
+    tmp_path: Path,
+    stage: int,
+    state: Callable[..., dict[str, Any]],
+    message: str,
+) -> None:
+    """The previous checkpoint is intact, and there are no other files."""
+    model, engine, optimizer = make(comm, stage)
+    ringdp.save(tmp_path, engine, optimizer, extra={"save": 1})
+    before = sorted(os.listdir(tmp_path))
+    optimizer.state[model.w].update(state(comm.rank, model.w))
+    with pytest.raises(CheckpointError, match="the checkpoint was not written") as error:
+        ringdp.save(tmp_path, engine, optimizer, extra={"save": 2})
+    assert message in str(error.value)
+    comm.barrier()
+    assert sorted(os.listdir(tmp_path)) == before
+    assert ringdp.load(tmp_path, engine, optimizer) == {"save": 1}
     engine.close()
-    return {name: value.device.type for name, value in optimizer.state[model.w].items()}
 
 
 @pytest.mark.parametrize(
     ("option", "step"), [("fused", "meta"), ("capturable", "meta"), ("nesterov", "cpu")]
 )
-def test_loaded_state_is_on_the_devices_torch_uses(ranks, tmp_path, option, step):
-    (found,) = ranks(1)(state_devices, str(tmp_path), option)
+@on_ranks(1)
+def test_loaded_state_is_on_the_devices_torch_uses(
+    comm: Communicator, tmp_path: Path, option: str, step: str
+) -> None:
+    """If the parameter were on another device."""
+    model, engine, optimizer = make(comm, 3)
+    optimizer.param_groups[0][option] = True
+    optimizer.state[model.w].update(single_values(comm.rank, model.w) | {"step": torch.tensor(2.0)})
+    ringdp.save(tmp_path, engine, optimizer)
+    there = [piece._replace(rest=piece.rest.to("meta")) for piece in pieces(engine)]
+    for read in planned(read_index(tmp_path), engine, optimizer, there).reads:
+        if read.key.startswith("optimizer/"):
+            read.put(torch.ones(read.end - read.begin))
+    engine.close()
+    found = {name: value.device.type for name, value in optimizer.state[model.w].items()}
     assert found == {"d": "meta", "mu": "meta", "each": "meta", "step": step}
 
 

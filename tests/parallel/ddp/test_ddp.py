@@ -81,9 +81,8 @@ class ReversedLayers(nn.Module):
         return x[:, :3]
 
 
-def bucket_order(comm: Communicator) -> list[list[str]]:
-    """The names in each bucket before and after the first backward, and the order of events in the
-    second one."""
+@on_ranks(2)
+def test_buckets_are_rebuilt_once_and_reduced_as_soon_as_complete(comm: Communicator) -> None:
     net = DistributedDataParallel(ReversedLayers(), process_group=comm, bucket_cap_mb=0)
     events: list[str] = []
 
@@ -101,11 +100,6 @@ def bucket_order(comm: Communicator) -> list[list[str]]:
     for i, layer in enumerate(net.module.layers):
         layer.weight.register_hook(lambda _g, i=i: events.append(f"gradient {i}"))
     backward(net, 2, comm.rank)
-    return [first, second, events]
-
-
-def test_buckets_are_rebuilt_once_and_reduced_as_soon_as_complete(ranks):
-    first, second, events = ranks(2)(bucket_order)[0]
     assert first == [f"layers.{i}.weight" for i in (3, 2, 1, 0)]
     assert second == [f"layers.{i}.weight" for i in (0, 1, 2, 3)]
     assert events == [f"{what} {i}" for i in range(4) for what in ("gradient", "reduce")]
@@ -144,8 +138,10 @@ def test_gradients_that_are_referenced_keep_their_values(
         assert bucket.flat.dtype == p.grad.dtype
 
 
-def traffic(comm: Communicator) -> list[tuple[int, int]]:
-    """(bytes sent by an iteration, 2(n-1)/n of the bytes of all gradients)."""
+@pytest.mark.parametrize("n", [1, 2])
+@on_ranks()
+def test_bytes_sent_equal_the_formula_and_no_sync_sends_none(comm: Communicator) -> None:
+    """The formula: 2(n-1)/n of the bytes of all gradients."""
     net = DistributedDataParallel(mlp(), process_group=comm)
     sent = []
     for step in range(3):
@@ -156,13 +152,7 @@ def traffic(comm: Communicator) -> list[tuple[int, int]]:
             backward(net, step, comm.rank)
         sent.append(net.reducer.comm.sent_bytes() - before)
     share = 2 * (comm.size - 1) * sum(p.nbytes for p in net.parameters()) // comm.size
-    return list(zip(sent, [share, share, 0], strict=True))
-
-
-@pytest.mark.parametrize("n", [1, 2])
-def test_bytes_sent_equal_the_formula_and_no_sync_sends_none(ranks, n):
-    for pairs in ranks(n)(traffic):
-        assert [sent for sent, _ in pairs] == [formula for _, formula in pairs]
+    assert sent == [share, share, 0]
 
 
 @on_ranks(2)
@@ -234,7 +224,8 @@ def digits() -> TensorDataset:
     return TensorDataset(x, (x[:, 0] > 0).long())
 
 
-def whole_loop(comm: Communicator) -> list[list[float]]:
+@on_ranks(2)
+def test_a_whole_loop_has_torchs_losses(comm: Communicator) -> None:
     """DistributedSampler, GradScaler, clipping and a schedule, compared with torch's class."""
     gloo()
     found = []
@@ -261,13 +252,9 @@ def whole_loop(comm: Communicator) -> list[list[float]]:
                 losses.append(value.item())
             schedule.step()
         found.append(losses)
-    return found
-
-
-def test_a_whole_loop_has_torchs_losses(ranks):
-    for ours, theirs in ranks(2)(whole_loop):
-        assert ours == theirs
-        assert ours[-1] < ours[0]
+    ours, theirs = found
+    assert ours == theirs
+    assert ours[-1] < ours[0]
 
 
 @on_ranks(1)

@@ -16,14 +16,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 from ringdp import Communicator, DistributedDataParallel, ModelError, UsageError
 from ringdp.parallel.ddp import module
-from tests.parallel.ddp.cases import (
-    Outputs,
-    backward,
-    error_text,
-    loss,
-    mlp,
-    rows,
-)
+from tests.parallel.ddp.cases import Checkpointed, Outputs, backward, error_text, loss, mlp, rows
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
@@ -109,24 +102,23 @@ def test_a_failed_reduction_is_not_blamed_on_unused_parameters(
 FORMATS = torch.contiguous_format, torch.channels_last
 
 
-def wrap_different_models(comm: Communicator) -> list[str]:
+@on_ranks(2)
+def test_different_models_are_refused_on_every_rank(comm: Communicator) -> None:
     models = [
         nn.Sequential(nn.Linear(2, 3 + comm.rank)),
         nn.Sequential(*(nn.Linear(2, 2) for _ in range(1 + comm.rank))),
         nn.Sequential(nn.Linear(2, 2).to([torch.float32, torch.float64][comm.rank])),
         nn.Sequential(nn.Conv2d(2, 2, 2).to(memory_format=FORMATS[comm.rank])),
     ]
-    return [error_text(lambda m=m: DistributedDataParallel(m, process_group=comm)) for m in models]
-
-
-def test_different_models_are_refused_on_every_rank(ranks):
-    for shapes, counts, dtypes, strides in ranks(2)(wrap_different_models):
-        assert "params[0], '0.weight' with sizes [4, 2]" in shapes
-        assert "on rank 1, appears not to match sizes of" in shapes
-        assert "process 0: '0.weight' with sizes [3, 2]" in shapes
-        assert "Rank 0 has 2 params, while rank 1 has inconsistent 4 params: '1.weight'" in counts
-        assert "with dtype torch.float64 on rank 1, appears not to match dtype of" in dtypes
-        assert "appears not to match strides of the same param in process 0" in strides
+    shapes, counts, dtypes, strides = (
+        error_text(lambda m=m: DistributedDataParallel(m, process_group=comm)) for m in models
+    )
+    assert "params[0], '0.weight' with sizes [4, 2]" in shapes
+    assert "on rank 1, appears not to match sizes of" in shapes
+    assert "process 0: '0.weight' with sizes [3, 2]" in shapes
+    assert "Rank 0 has 2 params, while rank 1 has inconsistent 4 params: '1.weight'" in counts
+    assert "with dtype torch.float64 on rank 1, appears not to match dtype of" in dtypes
+    assert "appears not to match strides of the same param in process 0" in strides
 
 
 def raise_in_backward(_: Tensor) -> Tensor:
@@ -175,19 +167,12 @@ def test_a_backward_per_loss_with_find_unused_parameters_is_an_error(
     assert "b.bias" in text or "b.weight" in text, text
 
 
-def backward_with_repeated_checkpoint(comm: Communicator, **options: Any) -> str:
-    from tests.parallel.ddp.cases import Checkpointed
-
-    net = DistributedDataParallel(
-        Checkpointed(reentrant=True, twice=True), process_group=comm, **options
-    )
-    return error_text(lambda: backward(net, 0, comm.rank))
-
-
-def test_a_gradient_computed_twice_is_an_error(ranks):
-    for text in ranks(2)(backward_with_repeated_checkpoint):
-        assert "inner.2.bias has been marked as ready twice" in text
-        assert "use_reentrant=False" in text
+@on_ranks(2)
+def test_a_gradient_computed_twice_is_an_error(comm: Communicator) -> None:
+    net = DistributedDataParallel(Checkpointed(reentrant=True, twice=True), process_group=comm)
+    text = error_text(lambda: backward(net, 0, comm.rank))
+    assert "inner.2.bias has been marked as ready twice" in text
+    assert "use_reentrant=False" in text
 
 
 @on_ranks(2)
@@ -200,14 +185,11 @@ def test_a_changing_static_graph_is_an_error(comm: Communicator) -> None:
     assert ": b.weight, b.bias" in text, text
 
 
-def reducer_error_of_a_copy(comm: Communicator) -> str:
+@on_ranks(2)
+def test_the_reason_why_a_copy_cannot_reduce_is_shown(comm: Communicator) -> None:
     """It is a property of an nn.Module, which would replace an AttributeError by its own."""
     net = copy.deepcopy(DistributedDataParallel(mlp()))
     comm.barrier()
     with patch.object(module, "Reducer", side_effect=AttributeError("no such thing")):
-        return error_text(lambda: net.reducer, RuntimeError)
-
-
-def test_the_reason_why_a_copy_cannot_reduce_is_shown(ranks):
-    for text in ranks(2)(reducer_error_of_a_copy):
-        assert text == "the reducer could not be made: no such thing"
+        text = error_text(lambda: net.reducer, RuntimeError)
+    assert text == "the reducer could not be made: no such thing"

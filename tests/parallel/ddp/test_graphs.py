@@ -110,21 +110,18 @@ def test_an_inner_one_can_be_recomputed(comm: Communicator, outer: bool) -> None
     assert equal(*ours_and_torchs(found))
 
 
-def nested_errors(comm: Communicator) -> list[str]:
+@on_ranks(2)
+def test_parameters_that_two_would_reduce_are_an_error(comm: Communicator) -> None:
     gloo()
     within_torchs = TORCHS(nn.Sequential(DistributedDataParallel(mlp())))
     whole = nn.Sequential(DistributedDataParallel(mlp()))
     name = "0.module.0.weight"
     TORCHS._set_params_and_buffers_to_ignore_for_model(whole, [name])
     shared = DistributedDataParallel(whole)
-    return [error_text(lambda net=net: net(rows(0, comm.rank))) for net in (within_torchs, shared)]
-
-
-def test_parameters_that_two_would_reduce_are_an_error(ranks):
-    for torchs, shared in ranks(2)(nested_errors):
-        assert "torch.nn.parallel.distributed.DistributedDataParallel" in torchs
-        assert "would reduce 0.weight, 0.bias, 2.weight and 3 more: take one alone" in torchs
-        assert "would reduce 0.bias, 2.weight" in shared
+    text = error_text(lambda: within_torchs(rows(0, comm.rank)))
+    assert "torch.nn.parallel.distributed.DistributedDataParallel" in text
+    assert "would reduce 0.weight, 0.bias, 2.weight and 3 more: take one alone" in text
+    assert "would reduce 0.bias, 2.weight" in error_text(lambda: shared(rows(0, comm.rank)))
 
 
 # ---- recomputed as a whole
@@ -234,17 +231,14 @@ def test_derived_containers_are_mapped():
 # ---- distributed autograd
 
 
-def distributed_autograd_error(comm: Communicator, options: dict[str, Any]) -> str:
+@pytest.mark.parametrize("options", [{}, UNUSED, STATIC])
+@on_ranks(2)
+def test_distributed_autograd_is_refused(comm: Communicator, options: dict[str, Any]) -> None:
     from torch.distributed import autograd
 
     autograd._init(comm.rank)
     net = DistributedDataParallel(mlp(), process_group=comm, **options)
     with autograd.context() as here:
         value = loss(net(rows(0, comm.rank)))
-        return error_text(lambda: autograd.backward(here, [value]), RuntimeError)
-
-
-@pytest.mark.parametrize("options", [{}, UNUSED, STATIC])
-def test_distributed_autograd_is_refused(ranks, options):
-    for text in ranks(2)(distributed_autograd_error, options):
+        text = error_text(lambda: autograd.backward(here, [value]), RuntimeError)
         assert "distributed autograd" in text

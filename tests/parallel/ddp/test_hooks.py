@@ -117,17 +117,12 @@ def test_complex_gradients_are_pairs_of_numbers(comm: Communicator) -> None:
     assert equal(backward(net, 0, comm.rank), [3 * g for g in alone])
 
 
-def hooks_without_future(comm: Communicator) -> list[str]:
-    messages = []
+@on_ranks(1)
+def test_a_hook_must_return_a_future(comm: Communicator) -> None:
     for hook in (lambda _s, _b: 3, lambda _s, b: torch.futures.Future().set_result(b.buffer())):
         net = DistributedDataParallel(mlp(), process_group=comm)
         net.register_comm_hook(None, hook)
-        messages.append(error_text(lambda n=net: backward(n, 0, comm.rank)))
-    return messages
-
-
-def test_a_hook_must_return_a_future(ranks):
-    for text in ranks(1)(hooks_without_future)[0]:
+        text = error_text(lambda n=net: backward(n, 0, comm.rank))
         assert "must return a torch.futures.Future" in text
 
 
@@ -137,15 +132,12 @@ def two(_state: object, bucket: Any) -> torch.futures.Future[Any]:
     return future
 
 
-def hook_with_two_tensors(comm: Communicator) -> str:
+@on_ranks(1)
+def test_a_hook_must_return_one_tensor(comm: Communicator) -> None:
     net = DistributedDataParallel(mlp(), process_group=comm)
     net.register_comm_hook(None, two)
-    return error_text(lambda: backward(net, 0, comm.rank))
-
-
-def test_a_hook_must_return_one_tensor(ranks):
-    (messages,) = ranks(1)(hook_with_two_tensors)
-    assert messages.startswith("the communication hook two must give one tensor, not [tensor(")
+    text = error_text(lambda: backward(net, 0, comm.rank))
+    assert text.startswith("the communication hook two must give one tensor, not [tensor(")
 
 
 def record_and_triple(seen: list[Any], bucket: Any) -> torch.futures.Future[Tensor]:

@@ -13,6 +13,7 @@ from torch.distributed.algorithms.join import Join
 from ringdp import Communicator, DistributedDataParallel
 from tests.equal import equal
 from tests.parallel.ddp.cases import WIDTH, Branches, gloo, gradients, loss, mlp, rows
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
@@ -31,7 +32,8 @@ def forwards(net: nn.Module, step: int, rank: int) -> list[Tensor]:
     return gradients(net)
 
 
-def several_forwards(comm: Communicator) -> list[bool]:
+@on_ranks(2)
+def test_join_shadows_several_forwards_before_one_backward(comm: Communicator) -> None:
     torch.manual_seed(0)
     alone = mlp()
     net = DistributedDataParallel(copy.deepcopy(alone), process_group=comm, bucket_cap_mb=0)
@@ -41,11 +43,7 @@ def several_forwards(comm: Communicator) -> list[bool]:
             averages = forwards(net, step, comm.rank)
             if step:
                 halves.append(equal(averages, [g / 2 for g in forwards(alone, step, comm.rank)]))
-    return halves
-
-
-def test_join_shadows_several_forwards_before_one_backward(ranks):
-    assert ranks(2)(several_forwards) == [[], [True] * LAST]
+    assert halves == [True] * LAST * comm.rank
 
 
 def several_models(comm: Communicator, unused: bool) -> list[list[float]]:

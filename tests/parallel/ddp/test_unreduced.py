@@ -97,14 +97,11 @@ def test_functional_call_with_other_tensors_works(comm: Communicator) -> None:
     assert all(t.grad is not None for t in others.values())
 
 
-def compiled_autograd_error(comm: Communicator) -> str:
+@on_ranks(2)
+def test_compiled_autograd_is_refused(comm: Communicator) -> None:
     from torch._dynamo import compiled_autograd
 
     net = DistributedDataParallel(mlp(), process_group=comm)
     with compiled_autograd._enable(torch.compile(backend="eager")):
-        return error_text(lambda: net(rows(0, comm.rank)))
-
-
-def test_compiled_autograd_is_refused(ranks):
-    for text in ranks(2)(compiled_autograd_error):
-        assert "Compiled autograd is not compatible with" in text
+        text = error_text(lambda: net(rows(0, comm.rank)))
+    assert "Compiled autograd is not compatible with" in text
