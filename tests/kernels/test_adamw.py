@@ -225,7 +225,6 @@ def test_step_0_is_refused() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("skip", [0, 1])  # 1: an odd address
 @pytest.mark.parametrize("elems", [1, 16, 17, 1024, 2500, 1 << 20])

@@ -141,7 +141,6 @@ def test_wrong_arguments_are_refused(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("scale", [1.0, -0.375, 0.1])
 @pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_gpu_equals_cpu(source: torch.dtype, target: torch.dtype, scale: float) -> None:

@@ -185,7 +185,6 @@ def test_a_wrong_own_row_is_refused(own: torch.Tensor, at: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("elems", [*LENGTHS, 1 << 20])
 @pytest.mark.parametrize(("source", "target"), [*PAIRS, *((d, d) for d in (*INTEGERS, *SIGNED))])
 def test_gpu_equals_cpu(source: torch.dtype, target: torch.dtype, elems: int) -> None:

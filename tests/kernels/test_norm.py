@@ -137,7 +137,6 @@ def test_wrong_dtypes_and_devices_are_refused() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_gpu_is_within_the_error_bound(dtype: torch.dtype) -> None:
     tensors = [random_floats(elems, dtype, skip=elems % 2) for elems in LENGTHS]
@@ -148,7 +147,6 @@ def test_gpu_is_within_the_error_bound(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_concurrent_streams_do_not_share_scratch() -> None:
     elems = 2 * PROGRAMS * BLOCK + 5  # several chunks for each program
     ones = torch.ones(elems, device="cuda")

@@ -109,7 +109,6 @@ def test_wrong_arguments_are_refused(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("skip", [0, 1])  # 1: an odd address
 @pytest.mark.parametrize("elems", [*LENGTHS, 1 << 20])
 def test_gpu_equals_cpu(elems: int, skip: int) -> None:

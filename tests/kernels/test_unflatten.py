@@ -105,7 +105,6 @@ def test_wrong_arguments_are_refused(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_gpu_equals_cpu(source: torch.dtype, target: torch.dtype) -> None:
     want, offsets, elems = bucket_tensors(target)

@@ -115,7 +115,6 @@ def test_wrong_arguments_are_refused(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("elems", [*LENGTHS, 1 << 20])
 @pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_gpu_equals_cpu(source: torch.dtype, target: torch.dtype, elems: int) -> None:

@@ -160,15 +160,12 @@ def train_ddp(comm: Communicator | ProcessGroup, device: str) -> list[float]:
     return found
 
 
-CUDA = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param("cpu", marks=needs_host_nccl), pytest.param("cuda", marks=CUDA)],
+    params=[pytest.param("cpu", marks=needs_host_nccl), CUDA],
 )
 def device(request: pytest.FixtureRequest) -> str:
     return request.param
@@ -207,7 +204,7 @@ def test_ddp_trains_as_on_the_cpu(comms, device):
     assert_close(train_ddp(there, device), train_ddp(here, "cpu"), bound)
 
 
-@pytest.mark.parametrize("device", [pytest.param("cuda", marks=CUDA)], indirect=True)
+@pytest.mark.parametrize("device", [CUDA], indirect=True)
 def test_ddp_moves_inputs_to_device_ids(comms, device):
     there, _ = comms
     net = ringdp.DistributedDataParallel(
@@ -217,7 +214,7 @@ def test_ddp_moves_inputs_to_device_ids(comms, device):
     assert net(data(0, "cpu")).equal(net.module(data(0, device)))
 
 
-@pytest.mark.parametrize("device", [pytest.param("cuda", marks=CUDA)], indirect=True)
+@pytest.mark.parametrize("device", [CUDA], indirect=True)
 def test_fronts_move_the_model_and_its_inputs(comms, device):
     there, _ = comms
     expected = Net(0).to(device)(data(0, device))
@@ -235,7 +232,7 @@ def test_fronts_move_the_model_and_its_inputs(comms, device):
         model.engine.close()
 
 
-@pytest.mark.parametrize("device", [pytest.param("cuda", marks=CUDA)], indirect=True)
+@pytest.mark.parametrize("device", [CUDA], indirect=True)
 def test_a_result_is_ready_on_every_stream_that_waits(comms, device):
     """The output is a strided copy that is written back on a late stream; its memory is reused at
     once."""

@@ -11,11 +11,7 @@ import torch
 from ringdp import Communicator
 from tests.transport.over import over_gpu
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.process,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.process]
 
 LIMIT = 22.0  # seconds, of which the start of the processes takes most
 

@@ -80,6 +80,4 @@ def test_virtual_ranks_on_the_host_give_the_simulators_bits(n: int, dtype: torch
 @pytest.mark.parametrize("n", range(2, 9))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_virtual_ranks_on_a_gpu_give_the_simulators_bits(n: int, dtype: torch.dtype):
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     check(alone(torch.device("cuda", 0), host=False), n, 30_011, 8_192, dtype)
