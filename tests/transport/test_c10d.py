@@ -85,17 +85,14 @@ def test_a_communicator_can_use_any_gloo_group(comm: Communicator) -> None:
     dist.destroy_process_group()
 
 
-def mismatched_message(comm: Communicator) -> Caught | None:
+@on_ranks(2, pool="over_gloo")
+def test_a_message_of_another_length_is_a_mismatch_on_both(comm: Communicator) -> None:
     """Mismatched collectives are tested in test_c10d_failures.py."""
     x = torch.ones(5000)
     act = (lambda: comm.recv(x[1:], 0)) if comm.rank else (lambda: comm.send(x, 1))
-    return catch(comm, act, comm.barrier, comm.barrier)
-
-
-def test_a_message_of_another_length_is_a_mismatch_on_both(over_gloo):
-    for caught in over_gloo(2)(mismatched_message):
-        assert caught.error == caught.again == "CollectiveMismatch", caught
-        assert "expected 19996 bytes of float32 with tag 0 from rank 0" in caught.text
+    caught = catch(comm, act, comm.barrier, comm.barrier)
+    assert caught.error == caught.again == "CollectiveMismatch", caught
+    assert "expected 19996 bytes of float32 with tag 0 from rank 0" in caught.text
 
 
 def kill_rank_1(comm: Communicator) -> list[Caught | None]:
@@ -143,7 +140,8 @@ def test_a_death_is_reported_to_a_rank_that_waits_for_another(forks: Forks):
         assert "; rank 2 has ended (process" in caught.text
 
 
-def rank_1_closes(comm: Communicator) -> Caught | None:
+@on_ranks(3)
+def test_a_rank_that_closes_is_lost_to_the_others(comm: Communicator) -> None:
     """Rank 1 closes while the others still need it."""
     c = init_over(comm, "c10d")
     c.barrier()
@@ -151,19 +149,12 @@ def rank_1_closes(comm: Communicator) -> Caught | None:
     if comm.rank == 1:
         c.close()
         comm.barrier()
-        return None
+        return
     caught = catch(c, c.barrier)
     comm.barrier()
     c.close()
-    return caught
-
-
-def test_a_rank_that_closes_is_lost_to_the_others(ranks):
-    here, left, there = ranks(3)(rank_1_closes)
-    assert left is None
-    for caught in (here, there):
-        assert caught.error == caught.again == "PeerLost"
-        assert "rank 1 has ended" in caught.text
+    assert caught.error == caught.again == "PeerLost"
+    assert "rank 1 has ended" in caught.text
 
 
 def rank_0_serves(comm: Communicator) -> Any:

@@ -12,7 +12,7 @@ import torch
 import ringdp
 from ringdp import Communicator
 from ringdp.transport.store import status
-from tests.comm.failing import Caught, catch, until_failed
+from tests.comm.failing import catch, until_failed
 from tests.equal import equal
 from tests.forks import CALL_TIMEOUT
 from tests.parallel.test_engine import train
@@ -75,7 +75,9 @@ def test_all_communicator_functions_work(over_device, n: int):
 MISTAKES = ("collective", "roots", "length", "dtype", "sizes", "message", "late")
 
 
-def mistaken(comm: Communicator, what: str) -> Caught | None:
+@pytest.mark.parametrize("what", MISTAKES)
+@on_ranks(2, pool="over_device")
+def test_mismatched_calls_raise_on_both_ranks(comm: Communicator, what: str) -> None:
     x, odd = torch.ones(5000), comm.rank == 1
     sizes = [2500, 2500] if odd else [2000, 3000]
     act = {
@@ -89,41 +91,32 @@ def mistaken(comm: Communicator, what: str) -> Caught | None:
     }[what]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(status, "PATIENCE", CALL_TIMEOUT)  # a busy machine is slow
-        return catch(comm, act, comm.barrier, comm.barrier)
+        caught = catch(comm, act, comm.barrier, comm.barrier)
+    expected_error = "CollectiveTimeout" if what == "late" else "CollectiveMismatch"
+    assert caught.error == caught.again == expected_error, caught
+    if what == "collective":
+        assert "rank 0: all_reduce #0 (float32, sum) of 5000 elements" in caught.text
+        assert "rank 1: broadcast #0 (float32, root 0) of 5000 elements" in caught.text
+        assert caught.text.count("test_devices.py:") == 4  # in two lines, and in the table
 
 
-@pytest.mark.parametrize("what", MISTAKES)
-def test_mismatched_calls_raise_on_both_ranks(over_device, what: str):
-    for caught in over_device(2)(mistaken, what):
-        expected_error = "CollectiveTimeout" if what == "late" else "CollectiveMismatch"
-        assert caught.error == caught.again == expected_error, caught
-        if what == "collective":
-            assert "rank 0: all_reduce #0 (float32, sum) of 5000 elements" in caught.text
-            assert "rank 1: broadcast #0 (float32, root 0) of 5000 elements" in caught.text
-            assert caught.text.count("test_devices.py:") == 4  # in two lines, and in the table
-
-
-def rank_1_closes(comm: Communicator, transport: str) -> Caught | None:
+@on_ranks(3)
+def test_a_rank_that_closes_is_lost_to_ranks_whose_device_waits(
+    comm: Communicator, transport: str
+) -> None:
     """Rank 1 closes while the others have begun collectives that no rank waits for on the host."""
     c = init_over(comm, transport)
     c.barrier()
     if comm.rank == 1:
         c.close()
-        return None
+        return
     for _ in range(2):
         c.all_reduce(torch.ones(9), async_op=True)
     wait_until(lambda: c._transport.failure() is not None, CALL_TIMEOUT / 6)
     caught = catch(c, c.barrier)
     c.close()
-    return caught
-
-
-def test_a_rank_that_closes_is_lost_to_ranks_whose_device_waits(ranks, transport):
-    here, nothing, there = ranks(3)(rank_1_closes, transport)
-    assert nothing is None
-    for caught in (here, there):
-        assert caught.error == caught.again == "PeerLost", caught
-        assert "rank 1 has ended (it has closed)" in caught.text
+    assert caught.error == caught.again == "PeerLost", caught
+    assert "rank 1 has ended (it has closed)" in caught.text
 
 
 @on_ranks(2)

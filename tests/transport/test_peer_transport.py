@@ -30,19 +30,17 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.process
 
 
-def crossed_collectives(comm: Communicator) -> Caught | None:
+@on_ranks(4, pool="over_peer")
+def test_data_of_another_collective_is_never_accepted(comm: Communicator) -> None:
     """Ranks 0 and 1 wait in one collective with equal stamps, 2 and 3 in another. What rank 3 sends
     has the length that the others expect."""
     x, four = torch.ones(100), torch.ones(400) if comm.rank == 3 else None
     comm.barrier()
     if comm.rank < 2:
-        return catch(comm, lambda: comm.broadcast(x, 3, algorithm="binomial"))
-    return catch(comm, lambda: comm.scatter(x, four, 3), comm.barrier)
-
-
-def test_data_of_another_collective_is_never_accepted(over_peer):
-    for caught in over_peer(4)(crossed_collectives):
-        assert caught.error == caught.again == "CollectiveMismatch", caught
+        caught = catch(comm, lambda: comm.broadcast(x, 3, algorithm="binomial"))
+    else:
+        caught = catch(comm, lambda: comm.scatter(x, four, 3), comm.barrier)
+    assert caught.error == caught.again == "CollectiveMismatch", caught
 
 
 def kill_rank_1(comm: Communicator) -> Caught | None:
@@ -110,9 +108,12 @@ class Spied:
         return getattr(self._windows, name)
 
 
-def windows_after_failure(comm: Communicator, captured: bool) -> tuple[list[str], bool]:
-    """Which methods of the windows a failing communicator calls, if graphs may still be replayed
-    (`captured`) or not, and whether everything else that a kernel uses stays alive."""
+@pytest.mark.parametrize("captured", [True, False])
+@on_ranks(2, pool="over_peer")
+def test_a_failure_stops_replays_and_keeps_their_windows(
+    comm: Communicator, captured: bool
+) -> None:
+    """And everything else that a kernel uses, if graphs may still be replayed (`captured`)."""
     other = comm.duplicate()
     transport = other._transport
     transport._windows = spied = Spied(transport._windows)
@@ -130,12 +131,9 @@ def windows_after_failure(comm: Communicator, captured: bool) -> tuple[list[str]
     comm.barrier()
     del other, transport
     gc.collect()
-    return spied.calls, all(x() is not None for x in used)
-
-
-def test_a_failure_stops_replays_and_keeps_their_windows(over_peer):
-    assert over_peer(2)(windows_after_failure, True) == [(["stop"], True)] * 2
-    over_peer(2)(windows_after_failure, False)
+    if captured:
+        assert spied.calls == ["stop"]
+        assert all(x() is not None for x in used)
 
 
 @on_ranks(2, pool="over_peer")
@@ -200,18 +198,13 @@ def test_the_size_of_windows_is_bounded(ranks: int):
     assert made.slab == SLAB if ranks <= 8 else 2 * held > MOST
 
 
-def init_on_two_hosts(comm: Communicator) -> str:
+@on_ranks(2)
+def test_on_two_hosts_the_error_names_other_transports(comm: Communicator) -> None:
+    allowed = "on host host.*allowed: one host, or between hosts transport 'nccl', or 'c10d'"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rendezvous, "host", lambda: f"host{comm.rank} boot{comm.rank}")
-        with pytest.raises(ringdp.CommunicationError) as error:
+        with pytest.raises(ringdp.CommunicationError, match=allowed):
             ringdp.init(transport="peer-host", timeout=CALL_TIMEOUT)
-    return str(error.value)
-
-
-def test_on_two_hosts_the_error_names_other_transports(ranks):
-    for message in ranks(2)(init_on_two_hosts):
-        assert "on host host" in message
-        assert "allowed: one host, or between hosts transport 'nccl', or 'c10d'" in message
 
 
 def test_peer_without_a_gpu_is_refused():

@@ -114,8 +114,12 @@ def test_exiting_by_an_error_does_not_wait(comm: Communicator) -> None:
     comm.barrier()
 
 
-def exit_after_a_failure(comm: Communicator, caught: bool) -> tuple[list[str], int]:
-    """What is logged at exit, and how often the exit code is set to that of an error."""
+@pytest.mark.parametrize("caught", [False, True])
+@on_ranks(2, pool="over_nccl")
+def test_a_device_failure_is_logged_at_exit_unless_a_call_raised_it(
+    comm: Communicator, caught: bool
+) -> None:
+    """Then the exit code is also set to that of an error."""
     other, failed, logged = comm.duplicate(), list[None](), list[str]()
     put_behind(other)
     other.all_reduce(torch.ones(4), "max" if comm.rank else "sum", async_op=True)
@@ -128,18 +132,12 @@ def exit_after_a_failure(comm: Communicator, caught: bool) -> tuple[list[str], i
                 other.barrier()
         other._transport.end()
     comm.barrier()
-    return logged, len(failed)
-
-
-def test_a_device_failure_that_no_call_raised_is_logged_at_exit(over_nccl) -> None:
-    for logged, failed in over_nccl(2)(exit_after_a_failure, False):
-        assert failed == 1
+    if caught:
+        assert (logged, failed) == ([], [])
+    else:
+        assert failed == [None]
         assert "CollectiveMismatch: ranks" in logged[0]
         assert "all_reduce #0 (float32, max) of 4" in logged[0]
-
-
-def test_a_failure_that_a_call_raised_is_not_logged_at_exit(over_nccl) -> None:
-    assert over_nccl(2)(exit_after_a_failure, True) == [([], 0)] * 2
 
 
 def test_fail_at_exit_sets_the_exit_code() -> None:

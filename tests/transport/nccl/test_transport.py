@@ -105,7 +105,9 @@ def test_nccls_own_collectives_give_exact_sums(comm: Communicator) -> None:
     assert comm._ready is None
 
 
-def inject_fault(comm: Communicator, what: int) -> Caught | None:
+@pytest.mark.parametrize("what", [FAIL, STALL])
+@on_ranks(3)
+def test_a_fault_of_one_rank_is_raised_on_all(comm: Communicator, what: int) -> None:
     """Rank 1's third launch from now on fails or stalls; each collective has one launch for its
     stamp."""
     c = init_over(comm, "nccl-host")
@@ -117,18 +119,12 @@ def inject_fault(comm: Communicator, what: int) -> Caught | None:
     caught = catch(c, lambda: c.all_reduce(x), lambda: c.all_reduce(x, async_op=True).wait(timeout))
     c.close()
     fault(NONE)  # the launch may not have happened, if another rank was late before
-    return caught
-
-
-@pytest.mark.parametrize("what", [FAIL, STALL])
-def test_a_fault_of_one_rank_is_raised_on_all(ranks, what: int):
-    for caught in ranks(3)(inject_fault, what):
-        assert caught is not None
-        if what == STALL:
-            assert caught.error == caught.again == "CollectiveTimeout"
-        else:
-            assert caught.error == caught.again == "PeerLost"
-            assert "rank 1 has aborted (NCCL: NCCL_ERROR_REMOTE_ERROR" in caught.text
+    assert caught is not None
+    if what == STALL:
+        assert caught.error == caught.again == "CollectiveTimeout"
+    else:
+        assert caught.error == caught.again == "PeerLost"
+        assert "rank 1 has aborted (NCCL: NCCL_ERROR_REMOTE_ERROR" in caught.text
 
 
 def kill_rank_1(comm: Communicator) -> list[Caught | None]:
