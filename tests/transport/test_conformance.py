@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from ringdp import Communicator, ScheduleError, Work
+from ringdp.schedule import ALGORITHMS as REGISTERED
 from ringdp.schedule import Program, Schedule, Transfer, contract, fuse, project, schedule
+from ringdp.schedule.algorithms import COLLECTIVES
 from ringdp.transport.base import DTYPES, OPS
 from ringdp.transport.simulator import simulate
 from tests.ranks import on_ranks
@@ -21,14 +23,9 @@ from tests.ranks import on_ranks
 pytestmark = pytest.mark.process
 
 ALGORITHMS = {
-    "all_reduce": ("ring", "two_way_ring", "direct", "halving", "doubling", "tree", "hierarchical"),
-    "reduce_scatter": ("ring", "two_way_ring", "direct", "halving"),
-    "all_gather": ("ring", "two_way_ring", "direct", "halving"),
-    "broadcast": ("ring", "direct", "binomial"),
-    "reduce": ("direct", "binomial"),
-    "gather": ("direct", "binomial"),
-    "scatter": ("direct", "binomial"),
-    "all_to_all": ("direct", "pairwise"),
+    collective: tuple(a.name for a in REGISTERED if a.collective == collective)
+    for collective in COLLECTIVES
+    if collective != "all_to_all_v"  # whose parts have sizes of their own
 }
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
 NAMES = [str(d).removeprefix("torch.") for d in DTYPES]
