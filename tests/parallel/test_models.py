@@ -1,5 +1,5 @@
-"""Models on the meta device, with LoRA, several dtypes, recurrent layers or weights used elsewhere;
-writes under full_parameters."""
+"""Models on the meta device, with LoRA, several dtypes, recurrent layers or weights used
+elsewhere."""
 
 from __future__ import annotations
 
@@ -292,24 +292,3 @@ def train_recurrent(comm: Communicator, stage: int) -> list[float]:
 def test_a_recurrent_layer_computes_in_another_dtype(ranks):
     runs = [ranks(2)(train_recurrent, stage) for stage in (0, 3)]
     assert all(found == runs[0][0] for run in runs for found in run)
-
-
-@pytest.mark.parametrize("stage", range(4))
-@on_ranks(2)
-def test_writes_under_full_parameters_are_kept_with_write_true(
-    comm: Communicator, stage: int
-) -> None:
-    for precision in (None, Precision(BF16)):
-        model = net()
-        engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
-        with engine.full_parameters(write=True), torch.no_grad():
-            for p in model.parameters():
-                p.copy_(torch.arange(float(p.numel())).view(p.shape))
-            assert model.eval()(batch(0)).dtype == torch.float32  # masters, without casts
-        with engine.full_parameters():
-            for p in model.parameters():
-                assert p.flatten().tolist() == list(range(p.numel()))
-                p.data.zero_()
-        found = values(engine)
-        assert max(found) > 0
-        engine.close()

@@ -1,5 +1,4 @@
-"""Mixed precision compared with casts by hand; and refused combinations of precision and
-offload."""
+"""Mixed precision compared with casts by hand; and refused combinations."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import ringdp
-from ringdp import Communicator, Offload, Precision
+from ringdp import Communicator, Precision
 from ringdp.parallel.precision import Dtypes, dtypes
 from ringdp.parallel.values.inputs import cast
 from tests.ranks import on_ranks
@@ -162,11 +161,3 @@ def test_a_weight_tied_across_dtypes_is_refused():
     precision = Precision(BF16, keep_fp32=nn.Linear)
     with pytest.raises(ringdp.UsageError, match="a parameter of 1 is tied to one"):
         ringdp.shard(model, stage=3, precision=precision, comm=ringdp.init())
-
-
-def test_offload_needs_something_to_offload():
-    comm = ringdp.init()
-    with pytest.raises(ringdp.UsageError, match="needs stage 3"):
-        ringdp.shard(net(), stage=2, offload=Offload(parameters=True), comm=comm)
-    with pytest.raises(ringdp.UsageError, match="needs 1, 2 or 3"):
-        ringdp.shard(net(), stage=0, offload=Offload(optimizer=True), comm=comm)

@@ -39,6 +39,7 @@ def test_only_writes_with_write_true_are_kept(
     with engine.full_parameters(write=True), torch.no_grad():
         ones = torch.ones_like(parameters_to_vector(model.parameters()))
         vector_to_parameters(ones, model.parameters())  # assigns p.data
+        assert model(batch()).dtype == torch.float32  # of the masters, without casts
     assert all((p == 1).all() for p in whole_parameters(engine))
     optimizer = torch.optim.SGD(model.parameters())
     with engine.full_parameters():
