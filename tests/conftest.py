@@ -135,6 +135,12 @@ def forks() -> Iterator[Forks]:
 
 
 @pytest.fixture
+def forked(forks: Forks) -> Callable[[int], Callable[..., None]]:
+    """For `on_ranks`: n ranks of the test's own, see tests/forks.py."""
+    return lambda n: partial(forks.succeed, n)
+
+
+@pytest.fixture
 def store_client() -> Iterator[Callable[[Store], StoreClient]]:
     """store_client(store): a StoreClient of `store`, closed at the end of the test."""
     with ExitStack() as until_end:

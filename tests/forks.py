@@ -3,7 +3,11 @@
     forks(3, function, *arguments) -> [Ended(code, reported) of rank 0, ...]
 
 calls `function(comm, report, *arguments)` on every rank; `function` is a module-level function of a
-test file. What a rank passes to `report` is in `reported`, however the rank ended.
+test file. What a rank passes to `report` is in `reported`, however the rank ended. A test whose
+whole body runs on such ranks, none of which may fail, is written as with tests/ranks.py:
+
+    @on_ranks(3, pool="forked")
+    def test_it(comm, parameter): ...
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -22,6 +27,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from torch.distributed import TCPStore
 
+from ringdp import Communicator
 from ringdp.cli.loopback import environment, loopback_store
 from tests.ranks import SERVER, named
 
@@ -54,10 +60,27 @@ class Forks:
         ended: list[Ended] = self.pipe.recv()
         return ended
 
+    def succeed(self, size: int, function: Callable[..., Any], *arguments: Any) -> None:
+        """Calls `function(comm, *arguments)`, which must not raise."""
+        ended = self(size, report_errors, named(function), *arguments)
+        errors = [text for rank in ended for text in rank.reported]
+        assert [rank.code for rank in ended] == [0] * size, "\n".join(errors)
+
     def close(self) -> None:
         self.pipe.close()
         self.process.join(CALL_TIMEOUT)
         self.process.kill()
+
+
+def report_errors(
+    comm: Communicator, report: Report, function: tuple[str, str], *arguments: Any
+) -> None:
+    module, name = function
+    try:
+        getattr(importlib.import_module(module), name)(comm, *arguments)
+    except BaseException:  # as pytest.fail's
+        report(traceback.format_exc())
+        raise
 
 
 def store() -> TCPStore:

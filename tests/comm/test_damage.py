@@ -25,6 +25,7 @@ from ringdp.transport.shm.watch import Watched, segments
 from tests.comm.failing import catch, connect
 from tests.comm.test_late import TIMEOUT
 from tests.forks import CALL_TIMEOUT, Forks, Report, store
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
@@ -191,19 +192,15 @@ def test_an_unknown_kind_of_failure_is_damage(forks: Forks):
         assert "; what the ranks tell one another is damaged\n" in caught.text
 
 
-def damage_store(comm: Communicator, report: Report) -> None:
+@on_ranks(2, pool="forked")
+def test_an_unknown_kind_of_failure_is_damage_over_gloo(comm: Communicator) -> None:
     comm = ringdp.init(transport="c10d", timeout=CALL_TIMEOUT)
     comm.barrier()
     if comm.rank == 0:
         comm._transport._store.ask(lambda own: own.set("failed", "77 0 1"))
-    report(catch(comm, lambda: comm.recv(torch.ones(1), 1 - comm.rank)))
-
-
-def test_an_unknown_kind_of_failure_is_damage_over_gloo(forks: Forks):
-    for code, (caught,) in forks(2, damage_store):
-        assert code == 0
-        assert caught.error == caught.again == "CommunicationError"
-        assert "; what the ranks tell one another is damaged\n" in caught.text
+    caught = catch(comm, lambda: comm.recv(torch.ones(1), 1 - comm.rank))
+    assert caught.error == caught.again == "CommunicationError"
+    assert "; what the ranks tell one another is damaged\n" in caught.text
 
 
 @pytest.mark.parametrize("seed", range(4))

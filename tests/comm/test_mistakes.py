@@ -13,6 +13,7 @@ from ringdp.comm.call import fingerprint, named
 from ringdp.schedule import Builder
 from tests.comm.failing import RANKS, Caught, Form, catch, forms, held, line_of
 from tests.forks import Forks, Report
+from tests.ranks import on_ranks
 from tests.transport.test_conformance import star
 
 pytestmark = pytest.mark.process
@@ -92,27 +93,27 @@ def test_a_mismatch_is_reported_on_all_ranks_with_both_lines(forks: Forks, n, tu
                 assert f".{name}" in line_of(file, line), where
 
 
-def other_algorithms(comm: Communicator, report: Report) -> None:
+@pytest.mark.parametrize("n", [2, 4])
+@on_ranks(pool="forked")
+def test_different_algorithms_are_a_mismatch_and_not_a_timeout(comm: Communicator) -> None:
     """A direct exchange and two programs: some ranks get no message of a rank that disagrees."""
     x, ways = torch.ones(100), ("direct", "ring", star)
     for way in ways:
         comm.all_reduce(x, algorithm=way)
-    report(catch(comm, lambda: comm.all_reduce(x, algorithm=ways[comm.rank % 3])))
-
-
-@pytest.mark.parametrize("n", [2, 4])
-def test_different_algorithms_are_a_mismatch_and_not_a_timeout(forks: Forks, n):
+    h = catch(comm, lambda: comm.all_reduce(x, algorithm=ways[comm.rank % 3]))
+    assert h.error == h.again == "CollectiveMismatch", h
     by = {0: "sum", 1: "sum, by ring", 2: "sum, by an algorithm of yours"}
-    for code, (h,) in forks(n, other_algorithms):
-        assert code == 0
-        assert h.error == h.again == "CollectiveMismatch", h
-        calls = re.findall(r"^  rank (\d): all_reduce #3 \(float32, (.*)\) of 100", h.text, re.M)
-        assert len(calls) == 2, h
-        assert all(way == by[int(rank) % 3] for rank, way in calls), h
+    calls = re.findall(r"^  rank (\d): all_reduce #3 \(float32, (.*)\) of 100", h.text, re.M)
+    assert len(calls) == 2, h
+    assert all(way == by[int(rank) % 3] for rank, way in calls), h
 
 
-def other_sizes(comm: Communicator, report: Report, ranks: list[list[int]]) -> None:
-    sizes = ranks[comm.rank]
+@pytest.mark.parametrize("passed", [[[3, 1], [1, 3]], [[1, 3], [1, 2]]], ids=["cut", "longer"])
+@on_ranks(2, pool="forked")
+def test_other_sizes_are_a_mismatch(comm: Communicator, passed: list[list[int]]) -> None:
+    """Also with equal totals: then a rank reads its part out of another's data at the wrong
+    place."""
+    sizes = passed[comm.rank]
     own, all_ = torch.ones(sizes[comm.rank]), torch.ones(sum(sizes))
     for call in (
         lambda c: c.reduce_scatter_v(own, all_, sizes),
@@ -121,17 +122,8 @@ def other_sizes(comm: Communicator, report: Report, ranks: list[list[int]]) -> N
     ):
         with comm.duplicate() as c:
             c.barrier()
-            report(catch(c, lambda c=c, call=call: call(c), c.barrier))
+            h = catch(c, lambda c=c, call=call: call(c), c.barrier)
             comm.barrier()
-
-
-@pytest.mark.parametrize("ranks", [[[3, 1], [1, 3]], [[1, 3], [1, 2]]], ids=["cut", "longer"])
-def test_other_sizes_are_a_mismatch(forks: Forks, ranks: list[list[int]]):
-    """Also with equal totals: then a rank reads its part out of another's data at the wrong
-    place."""
-    for code, reported in forks(2, other_sizes, ranks):
-        assert code == 0
-        for h in reported:
             assert h.error == h.again == "CollectiveMismatch", h
 
 
@@ -149,15 +141,11 @@ def test_errors_name_the_algorithm(algorithm: str | Builder, by: str):
     assert named(3, kind) == f"all_reduce #3 (float32, sum{by})"
 
 
-def other_roots(comm: Communicator, report: Report) -> None:
+@pytest.mark.parametrize("n", [2, 4, 8])
+@on_ranks(pool="forked")
+def test_different_roots_are_a_mismatch_and_not_a_timeout(comm: Communicator) -> None:
     """Each rank waits for another; no message shows that they disagree."""
     root = (comm.rank + 1) % comm.size
-    report(catch(comm, lambda: comm.broadcast(torch.ones(100), root)))
-
-
-@pytest.mark.parametrize("n", [2, 4, 8])
-def test_different_roots_are_a_mismatch_and_not_a_timeout(forks: Forks, n):
-    for code, (h,) in forks(n, other_roots):
-        assert code == 0
-        assert h.error == h.again == "CollectiveMismatch", h
-        assert len(set(re.findall(r"^  rank \d: broadcast .*(root \d)\)", h.text, re.M))) == 2
+    h = catch(comm, lambda: comm.broadcast(torch.ones(100), root))
+    assert h.error == h.again == "CollectiveMismatch", h
+    assert len(set(re.findall(r"^  rank \d: broadcast .*(root \d)\)", h.text, re.M))) == 2

@@ -169,7 +169,8 @@ def rank_0_serves(comm: Communicator) -> Any:
     return talk
 
 
-def server_ends_first(comm: Communicator, report: Report) -> None:
+@on_ranks(3, pool="forked")
+def test_rank_0_may_end_first_with_the_store_it_serves(comm: Communicator) -> None:
     """The job's store is served by rank 0 and ends with it."""
     talk = rank_0_serves(comm)
     whole = ringdp.init(transport="c10d", timeout=CALL_TIMEOUT)
@@ -184,12 +185,6 @@ def server_ends_first(comm: Communicator, report: Report) -> None:
         time.sleep(2 * failures.LOOK)  # long enough for the others to notice
     whole.close()
     other.close()
-    report("closed")
-
-
-def test_rank_0_may_end_first_with_the_store_it_serves(forks: Forks):
-    for code, said in forks(3, server_ends_first):
-        assert (code, said) == (0, ["closed"])
 
 
 def server_stops(comm: Communicator, report: Report, transport: str) -> None:

@@ -32,6 +32,7 @@ from ringdp.transport.store.processes import introduce, process_state
 from ringdp.transport.store.status import LAST, State, StatusBoard, read, written
 from tests.comm.failing import catch, row_of
 from tests.forks import CALL_TIMEOUT, Forks, Report, store
+from tests.ranks import on_ranks
 
 CALLED = [(k, 1 << 4, 10 * k, b"train.py:40".ljust(SITE_BYTES, b"\0")) for k in range(CALLS + 5)]
 RECORD = RankRecord(77, 5, 4, 2, 1, 0.25)
@@ -206,25 +207,23 @@ def test_the_table_shows_all_ranks_without_shared_memory(forks: Forks, how: str)
             assert re.match(rf"{1 - rank}     all_reduce #1 \(float32, sum\) of 10 ", other), h
 
 
-def other_roots(comm: Communicator, report: Report) -> None:
+@pytest.mark.process
+@on_ranks(3, pool="forked")
+def test_different_roots_are_a_mismatch_over_gloo(comm: Communicator) -> None:
     """Each rank waits for another; no message shows that they disagree."""
     status.PATIENCE = CALL_TIMEOUT
     c = ringdp.init(transport="c10d", timeout=CALL_TIMEOUT, warn_after=0.1)
     root = (comm.rank + 1) % comm.size
-    report(catch(c, lambda: c.broadcast(torch.ones(100), root)))
+    h = catch(c, lambda: c.broadcast(torch.ones(100), root))
     comm.barrier()
+    assert h.error == h.again == "CollectiveMismatch", h
+    calls = r"^  rank \d: broadcast #0 .*(root \d)\) of 100 .*/test_status.py:\d+$"
+    assert len(set(re.findall(calls, h.text, re.M))) == 2, h
 
 
 @pytest.mark.process
-def test_different_roots_are_a_mismatch_over_gloo(forks: Forks):
-    for code, (h,) in forks(3, other_roots):
-        assert code == 0
-        assert h.error == h.again == "CollectiveMismatch", h
-        calls = r"^  rank \d: broadcast #0 .*(root \d)\) of 100 .*/test_status.py:\d+$"
-        assert len(set(re.findall(calls, h.text, re.M))) == 2, h
-
-
-def wait_at_the_store(comm: Communicator, report: Report) -> None:
+@on_ranks(2, pool="forked")
+def test_a_thread_that_waits_at_the_store_does_not_block_others(comm: Communicator) -> None:
     """A thread of rank 0 waits at the store for rank 1, which waits for another thread of rank
     0."""
     one = ringdp.init(transport="c10d", timeout=CALL_TIMEOUT / 3)
@@ -241,8 +240,3 @@ def wait_at_the_store(comm: Communicator, report: Report) -> None:
     meet.join()
     made[0].barrier()
     comm.barrier()
-
-
-@pytest.mark.process
-def test_a_thread_that_waits_at_the_store_does_not_block_others(forks: Forks):
-    assert [code for code, _ in forks(2, wait_at_the_store)] == [0, 0]

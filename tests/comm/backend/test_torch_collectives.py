@@ -17,6 +17,7 @@ from ringdp.comm.backend.reductions import average
 from tests.comm.backend.cases import CASES
 from tests.comm.backend.jobs import world
 from tests.forks import Report
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
@@ -72,7 +73,8 @@ def test_results_equal_those_over_gloo(results_of_calls, n, name):
     assert ours == theirs
 
 
-def calls_beyond_gloo(comm: Communicator, report: Report) -> None:
+@on_ranks(3, pool="forked")
+def test_calls_beyond_gloos_work(comm: Communicator) -> None:
     """Calls that gloo refuses or gets wrong."""
     n, rank = comm.size, comm.rank
     with world(comm, "ringdp") as group:
@@ -125,11 +127,6 @@ def calls_beyond_gloo(comm: Communicator, report: Report) -> None:
         dist.reduce_scatter_tensor(part, torch.full((n,), -rank).int(), dist.ReduceOp.AVG)
         dist.reduce_scatter(part, list((part - rank + 1).expand(n, 1)), dist.ReduceOp.AVG)
         assert part.item() == 1 - (n - 1)
-    report("done")
-
-
-def test_calls_beyond_gloos_work(forks):
-    assert [ended.reported for ended in forks(3, calls_beyond_gloo)] == [["done"]] * 3
 
 
 def refuse_wrong_calls(comm: Communicator, report: Report) -> None:

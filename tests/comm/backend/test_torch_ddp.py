@@ -17,6 +17,7 @@ from ringdp import Communicator
 from ringdp.comm.backend.buckets import SWAPS
 from tests.comm.backend.jobs import world
 from tests.forks import Report
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
@@ -106,7 +107,8 @@ def test_ddp_features_equal_those_over_gloo(forks):
             assert any(found["ringdp", name])
 
 
-def train_with_profiler(comm: Communicator, report: Report) -> None:
+@on_ranks(2, pool="forked")
+def test_the_profiler_sees_collectives(comm: Communicator) -> None:
     model, steps = net(), 3
     with world(comm, "ringdp"):
         ddp = DistributedDataParallel(copy.deepcopy(model))
@@ -114,13 +116,7 @@ def train_with_profiler(comm: Communicator, report: Report) -> None:
             for _ in range(steps):
                 ddp(rows(comm.rank)).sum().backward()
     counts = {event.key: event.count for event in profile.key_averages()}
-    report((counts["ringdp:all_reduce"], steps))
-
-
-def test_the_profiler_sees_collectives(forks):
-    for ended in forks(2, train_with_profiler):
-        ((seen, steps),) = ended.reported
-        assert seen == steps
+    assert counts["ringdp:all_reduce"] == steps
 
 
 def lies_shared(group: dist.ProcessGroup, tensor: Tensor) -> bool:
@@ -162,7 +158,8 @@ def test_buckets_lie_in_the_arena(forks):
         assert all(in_arena for _, _, in_arena in ended.reported)
 
 
-def reduce_tensor_seen_by_numpy(comm: Communicator, report: Report) -> None:
+@on_ranks(2, pool="forked")
+def test_a_tensor_with_a_numpy_view_is_not_moved(comm: Communicator) -> None:
     mine = torch.zeros(1 << 18)
     seen = mine.numpy()
 
@@ -175,9 +172,5 @@ def reduce_tensor_seen_by_numpy(comm: Communicator, report: Report) -> None:
         model = wide()
         model.module.bias.register_hook(reduce)
         stepped(model, comm.rank)
-        report((lies_shared(group, mine), float(seen[0])))
-
-
-def test_a_tensor_with_a_numpy_view_is_not_moved(forks):
-    for ended in forks(2, reduce_tensor_seen_by_numpy):
-        assert (ended.code, ended.reported) == (0, [(False, 4.0)])
+        assert not lies_shared(group, mine)
+        assert seen[0] == 4

@@ -21,6 +21,7 @@ from ringdp.comm import rendezvous
 from ringdp.comm.backend.works import GroupWork
 from tests.comm.backend.jobs import world
 from tests.forks import CALL_TIMEOUT, Report, store
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
@@ -31,14 +32,15 @@ def summed(group: dist.ProcessGroup | None = None) -> float:
     return x[0].item()
 
 
-def create_groups_again(comm: Communicator, report: Report) -> None:
+@on_ranks(2, pool="forked")
+def test_groups_can_be_created_again_in_the_same_store(comm: Communicator) -> None:
     """All groups use one store, as torchrun keeps for all restarts of a job."""
     for _ in range(3):
         dist.init_process_group("ringdp")
-        report(summed())
+        assert summed() == 2
         dist.destroy_process_group()
     dist.init_process_group("cpu:ringdp,cuda:ringdp")
-    report(summed())
+    assert summed() == 2
     comm.barrier()  # both have their sum; a rank that still waited could notice the abort there
     if comm.rank == 0:
         with pytest.raises(PeerLost, match="rank 1 has aborted") as caught:
@@ -46,28 +48,19 @@ def create_groups_again(comm: Communicator, report: Report) -> None:
         assert isinstance(caught.value, RuntimeError)  # scripts catch RuntimeError
     dist.distributed_c10d._abort_process_group()
     dist.init_process_group("ringdp")
-    report(summed())
+    assert summed() == 2
     dist.destroy_process_group()
 
 
-def test_groups_can_be_created_again_in_the_same_store(forks):
-    assert [ended.reported for ended in forks(2, create_groups_again)] == [[2.0] * 5] * 2
-
-
-def create_a_group_with_a_late_rank(comm: Communicator, report: Report) -> None:
+@on_ranks(2, pool="forked")
+def test_a_groups_own_timeout_limits_its_creation(comm: Communicator) -> None:
+    given_up = "until the timeout of 0.3 s; of its ranks, 1 did not come", "rank 0 gave up waiting"
     with world(comm, "ringdp"):
         for late in (False, True):
             if late == (comm.rank == 1):
-                with pytest.raises(CollectiveTimeout) as caught:
+                with pytest.raises(CollectiveTimeout, match=given_up[comm.rank]):
                     dist.new_group([0, 1], timeout=timedelta(seconds=0.3))
-                report(str(caught.value))
             comm.barrier()
-
-
-def test_a_groups_own_timeout_limits_its_creation(forks):
-    (_, (here,)), (_, (there,)) = forks(2, create_a_group_with_a_late_rank)
-    assert "until the timeout of 0.3 s; of its ranks, 1 did not come" in here
-    assert "rank 0 gave up waiting" in there
 
 
 def create_a_group_after_a_death(comm: Communicator, report: Report, dead: int) -> None:
@@ -89,10 +82,11 @@ def test_a_rank_that_died_before_a_group_is_created_is_named(forks, dead: int):
     assert text == f"rank {1 - dead} of 2 waited to make a communicator; rank {dead} has ended"
 
 
-def use_subgroups(comm: Communicator, report: Report) -> None:
+@on_ranks(4, pool="forked")
+def test_meshes_split_groups_and_subgroups(comm: Communicator) -> None:
     with world(comm, "ringdp") as everybody:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
-        report([summed(mesh["rows"].get_group()), summed(mesh["columns"].get_group())])
+        assert summed(mesh["rows"].get_group()) == summed(mesh["columns"].get_group()) == 2
         mine = [0, 2] if comm.rank % 2 == 0 else [3, 1]
         half = everybody.split_group(
             mine, timedelta(seconds=CALL_TIMEOUT), group_name=f"half {comm.rank % 2}"
@@ -105,29 +99,22 @@ def use_subgroups(comm: Communicator, report: Report) -> None:
         one = everybody.split_group([1])
         assert (one is None) == (comm.rank != 1)
         third = dist.new_group([2, 0, 1], backend="ringdp")
-        report(0 if comm.rank == 3 else summed(third))
+        assert comm.rank == 3 or summed(third) == 3
         everybody.monitored_barrier(timedelta(seconds=CALL_TIMEOUT))
         half.shutdown()
 
 
-def test_meshes_split_groups_and_subgroups(forks):
-    reported = [ended.reported for ended in forks(4, use_subgroups)]
-    assert reported == [[[2.0, 2.0], 3.0]] * 3 + [[[2.0, 2.0], 0]]
-
-
-def report_devices(comm: Communicator, report: Report) -> None:
+@on_ranks(1, pool="forked")
+def test_a_group_lists_its_devices_for_python_only(comm: Communicator) -> None:
+    """torch's C++ would look for a backend per device, to attach hooks to."""
     with world(comm, "ringdp") as group:
-        report([d.type for d in group._device_types])
-        report([d.type for d in dist.ProcessGroup._device_types.fget(group)])
+        assert [d.type for d in group._device_types] == ["cpu", "cuda"]
+        assert not dist.ProcessGroup._device_types.fget(group)
         assert group.get_backend(torch.device("cpu")) is group
 
 
-def test_a_group_lists_its_devices_for_python_only(forks):
-    """torch's C++ would look for a backend per device, to attach hooks to."""
-    assert forks(1, report_devices)[0].reported == [["cpu", "cuda"], []]
-
-
-def use_futures(comm: Communicator, report: Report) -> None:
+@on_ranks(2, pool="forked")
+def test_futures_and_coalescing_work(comm: Communicator) -> None:
     with world(comm, "ringdp") as group:
         x = torch.full((100_000,), comm.rank + 1.0)
         doubled = dist.all_reduce(x, async_op=True).get_future().then(lambda f: 2 * f.value()[0][0])
@@ -139,27 +126,22 @@ def use_futures(comm: Communicator, report: Report) -> None:
         assert work.is_completed()
         assert work.is_success()
         assert work.exception() is None
-        report(doubled.wait().item())
+        assert doubled.wait().item() == 6
         if comm.rank == 0:
             got = torch.empty(1)
             future = dist.irecv(got, 1).get_future()
             assert not future.done()
             dist.barrier()
-            report(future.wait()[0].item())
+            assert future.wait()[0].item() == 5
         else:
             dist.barrier()
             dist.send(torch.tensor([5.0]), 0)
-            report(5.0)
         y, z = torch.ones(2), torch.ones(3)
         group._start_coalescing(torch.device("cpu"))
         group.allreduce([y])
         group.broadcast(z, 1)
         group._end_coalescing(torch.device("cpu")).wait()
         assert y.tolist() == [2.0, 2.0]
-
-
-def test_futures_and_coalescing_work(forks):
-    assert [ended.reported for ended in forks(2, use_futures)] == [[6.0, 5.0]] * 2
 
 
 class SlowWork(Work):
@@ -210,7 +192,8 @@ def test_an_error_is_raised_by_wait_and_by_the_future(forks, how):
     assert second.code == (0 if how == "differs" else -signal.SIGKILL)
 
 
-def call_late(comm: Communicator, report: Report) -> None:
+@on_ranks(2, pool="forked")
+def test_a_late_rank_is_named_after_the_timeout(comm: Communicator) -> None:
     """Rank 1 does not make the calls that rank 0 waits for."""
     talk = store()
     short = timedelta(milliseconds=30)
@@ -228,11 +211,6 @@ def call_late(comm: Communicator, report: Report) -> None:
             talk.set(f"late {name}", "")
         talk.wait([f"late {name}"])
         dist.distributed_c10d._abort_process_group()
-    report("done")
-
-
-def test_a_late_rank_is_named_after_the_timeout(forks):
-    assert [ended.reported for ended in forks(2, call_late)] == [["done"]] * 2
 
 
 def init_on_two_hosts(comm: Communicator, report: Report) -> None:

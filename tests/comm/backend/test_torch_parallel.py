@@ -32,6 +32,7 @@ from torch.distributed.tensor.parallel import (
 from ringdp import Communicator
 from tests.comm.backend.jobs import world
 from tests.forks import Report
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
@@ -49,7 +50,8 @@ def mlp(seed: int = 0) -> nn.Sequential:
     return nn.Sequential(*layers).double()
 
 
-def tensor_parallel(comm: Communicator, report: Report) -> None:
+@on_ranks(2, pool="forked")
+def test_tensor_and_sequence_parallel(comm: Communicator) -> None:
     with world(comm, "ringdp"):
         mesh = init_device_mesh("cpu", (comm.size,))
         alone, net = mlp(), mlp()
@@ -68,17 +70,12 @@ def tensor_parallel(comm: Communicator, report: Report) -> None:
         for ours, theirs in zip(net.parameters(), alone.parameters(), strict=True):
             assert isinstance(ours.grad, DTensor)
             torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
-        report(sum(p.to_local().numel() for p in net.parameters()))
+        whole = sum(p.numel() for p in alone.parameters())
+        assert sum(p.to_local().numel() for p in net.parameters()) < whole
 
 
-def test_tensor_and_sequence_parallel(forks):
-    whole = sum(p.numel() for p in mlp().parameters())
-    for ended in forks(2, tensor_parallel):
-        assert ended.code == 0
-        assert ended.reported[0] < whole
-
-
-def pipeline_parallel(comm: Communicator, report: Report) -> None:
+@on_ranks(2, pool="forked")
+def test_pipeline_parallel(comm: Communicator) -> None:
     stages, batches = comm.size, 4
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(stages)]
@@ -102,13 +99,8 @@ def pipeline_parallel(comm: Communicator, report: Report) -> None:
         layers[comm.rank].parameters(), whole[comm.rank].parameters(), strict=True
     ):
         torch.testing.assert_close(ours.grad, theirs.grad)
-    report([loss.item() for loss in losses] == [loss.item() for loss in expected])
-
-
-def test_pipeline_parallel(forks):
-    first, second = forks(2, pipeline_parallel)
-    assert first.code == second.code == 0
-    assert second.reported == [True]
+    if comm.rank == stages - 1:
+        assert [loss.item() for loss in losses] == [loss.item() for loss in expected]
 
 
 class RingAttention(torch.autograd.Function):
@@ -135,7 +127,8 @@ class RingAttention(torch.autograd.Function):
         )  # fmt: skip
 
 
-def context_parallel_attention(comm: Communicator, report: Report) -> None:
+@on_ranks(2, pool="forked")
+def test_context_parallel(comm: Communicator) -> None:
     _cp_options.enable_load_balance = False
     shape = 2, 2, 8 * comm.size, 4  # [batch, heads, time, width]
     torch.manual_seed(0)
@@ -153,11 +146,6 @@ def context_parallel_attention(comm: Communicator, report: Report) -> None:
         torch.testing.assert_close(out, expected.chunk(comm.size, 2)[comm.rank])
         for part, full in zip(parts, whole, strict=True):
             torch.testing.assert_close(part.grad, full.grad.chunk(comm.size, 2)[comm.rank])
-    report("done")
-
-
-def test_context_parallel(forks):
-    assert [ended.reported for ended in forks(2, context_parallel_attention)] == [["done"]] * 2
 
 
 def train_one_step(comm: Communicator, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
