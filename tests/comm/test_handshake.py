@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 import ringdp
-from ringdp import CollectiveMismatch, CommunicationError, Communicator
+from ringdp import CollectiveMismatch, CommunicationError, Communicator, PeerLost
 from ringdp.comm import rendezvous
 from ringdp.comm.rendezvous import _Connector, over
 from ringdp.transport.base import Failure, FailureKind
@@ -139,7 +139,9 @@ def test_a_rank_that_is_late_is_waited_for(comm: Communicator) -> None:
         made.close()
 
 
-def rank_1_never_comes(comm: Communicator, report: Report) -> None:
+@on_ranks(3, pool="forked")
+def test_the_users_timeout_limits_the_handshake(comm: Communicator) -> None:
+    """Rank 1 never comes."""
     others, talk = (0, 2), store()
     if comm.rank == 1:
         talk.wait([f"caught/{r}" for r in others])
@@ -147,15 +149,10 @@ def rank_1_never_comes(comm: Communicator, report: Report) -> None:
     comm.set_timeout(1.0)
     talk.set(f"here/{comm.rank}", "")
     talk.wait([f"here/{r}" for r in others])  # so neither is late for the other
-    report(catch(comm, comm.duplicate))
+    caught = catch(comm, comm.duplicate)
     talk.set(f"caught/{comm.rank}", "")
-
-
-def test_the_users_timeout_limits_the_handshake(forks: Forks):
-    first, _, last = forks(3, rank_1_never_comes)
-    for code, (caught,) in (first, last):
-        assert (code, caught.error) == (0, "CollectiveTimeout")
-        assert "rank 1 has not called it" in caught.text
+    assert caught.error == "CollectiveTimeout"
+    assert "rank 1 has not called it" in caught.text
 
 
 @on_ranks(2)
@@ -248,60 +245,51 @@ def no_descriptor(*_: object) -> int:
     raise OSError(errno.EMFILE, "Too many open files")
 
 
-def fail_in_the_last_step(comm: Communicator, report: Report) -> None:
+@on_ranks(2, pool="forked")
+def test_a_rank_that_fails_in_the_last_step_is_named(comm: Communicator) -> None:
     """On rank 1 the last step of the handshake fails, after the other rank has finished."""
     if comm.rank == 1:
         with patch.object(shm, "dup", no_descriptor):
-            report(catch(comm, comm.duplicate))
+            caught = catch(comm, comm.duplicate)
+        assert "Too many open files. A communicator holds" in caught.text
     else:
         other = comm.duplicate()
-        report(catch(other, other.barrier))
+        caught = catch(other, other.barrier)
+        assert (caught.error, "rank 1 has aborted" in caught.text) == ("PeerLost", True)
+        assert caught.seconds < ALLOWED
 
 
-def test_a_rank_that_fails_in_the_last_step_is_named(forks: Forks):
-    (_, (there,)), (_, (here,)) = forks(2, fail_in_the_last_step)
-    assert "Too many open files. A communicator holds" in here.text
-    assert (there.error, "rank 1 has aborted" in there.text) == ("PeerLost", True)
-    assert there.seconds < ALLOWED
-
-
-def duplicate_without_a_descriptor(comm: Communicator, report: Report) -> None:
+def assert_rank_1_has_no_descriptor(comm: Communicator, make: Callable[[], object]) -> None:
     start = time.monotonic()
-    try:
+    with pytest.raises(CommunicationError) as caught:
+        make()
+    seconds = time.monotonic() - start
+    comm.barrier()
+    if comm.rank == 0:
+        assert caught.type is PeerLost
+        assert re.search(r"rank 1 has aborted \(.*Too many open files", str(caught.value))
+        assert seconds < ALLOWED
+    else:
+        assert caught.type is CommunicationError
+
+
+@on_ranks(2, pool="forked")
+def test_a_rank_without_a_free_descriptor_is_named(comm: Communicator) -> None:
+    def duplicate() -> None:
         with limits.no_descriptor() if comm.rank == 1 else nullcontext():
             comm.duplicate()
-    except CommunicationError as e:
-        report((type(e).__name__, str(e), time.monotonic() - start))
-    comm.barrier()
+
+    assert_rank_1_has_no_descriptor(comm, duplicate)
 
 
-def test_a_rank_without_a_free_descriptor_is_named(forks: Forks):
-    forked = forks(2, duplicate_without_a_descriptor)
-    (_, ((there, why, seconds),)), (_, ((here, _, _),)) = forked
-    assert (there, here) == ("PeerLost", "CommunicationError")
-    assert re.search(r"rank 1 has aborted \(.*Too many open files", why)
-    assert seconds < ALLOWED
-
-
-def fail_to_create_the_transport(comm: Communicator, report: Report) -> None:
-    """On rank 1 the transport cannot be created, after the ranks have connected."""
+@on_ranks(2, pool="forked")
+def test_a_failure_after_the_ranks_have_connected_is_named(comm: Communicator) -> None:
+    """On rank 1 the transport cannot be created."""
     whole = ringdp.init(transport="c10d", timeout=CALL_TIMEOUT)
     comm.barrier()
-    start = time.monotonic()
-    try:
-        missing = patch.object(rendezvous, "C10dTransport", no_descriptor)
-        with missing if comm.rank == 1 else nullcontext():
-            whole.duplicate().barrier()
-    except CommunicationError as e:
-        report((type(e).__name__, str(e).splitlines()[0], time.monotonic() - start))
-    comm.barrier()
-
-
-def test_a_failure_after_the_ranks_have_connected_is_named(forks: Forks):
-    (_, ((there, why, seconds),)), (_, ((here, _, _),)) = forks(2, fail_to_create_the_transport)
-    assert (there, here) == ("PeerLost", "CommunicationError")
-    assert re.search(r"rank 1 has aborted \(.*Too many open files\)", why)
-    assert seconds < ALLOWED
+    missing = patch.object(rendezvous, "C10dTransport", no_descriptor)
+    with missing if comm.rank == 1 else nullcontext():
+        assert_rank_1_has_no_descriptor(comm, lambda: whole.duplicate().barrier())
 
 
 @on_ranks(1)

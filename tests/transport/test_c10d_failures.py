@@ -24,7 +24,7 @@ import torch
 from _pytest.mark import ParameterSet
 
 import ringdp
-from ringdp import CommunicationError, Communicator, Work
+from ringdp import CommunicationError, Communicator, PeerLost, Work
 from ringdp.transport import threads
 from ringdp.transport.c10d import wire
 from ringdp.transport.store import status
@@ -34,6 +34,7 @@ from tests.comm.test_deaths import ENDS
 from tests.comm.test_late import TIMEOUT
 from tests.comm.test_mistakes import ELEMENTS, MISTAKES
 from tests.forks import CALL_TIMEOUT, Forks, Report, store
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
@@ -115,7 +116,11 @@ def test_a_rank_that_ends_is_reported_lost_by_all_others(forks: Forks, how, when
             assert f"; rank {victim} has ended" in h.text.splitlines()[0], where
 
 
-def aborts_between_parts(comm: Communicator, report: Report, message: bool) -> None:
+@pytest.mark.parametrize("message", [False, True])
+@on_ranks(2, pool="forked")
+def test_an_abort_between_the_parts_of_a_message_raises_on_no_thread(
+    comm: Communicator, message: bool
+) -> None:
     """Rank 0 aborts between the header and the data of a message from rank 1, on another thread."""
     (c,) = communicators(comm, 1)
     x, come, gone = torch.ones(LARGE), threading.Event(), threading.Event()
@@ -141,13 +146,8 @@ def aborts_between_parts(comm: Communicator, report: Report, message: bool) -> N
         threads.join([*set(threading.enumerate()) - before])  # until its connections are cut
         gone.set()
         threads.join([t for t in before if t.name == "ringdp-c10d"])
-    report((type(work.exception()).__name__, raised))
-
-
-@pytest.mark.parametrize("message", [False, True])
-def test_an_abort_between_the_parts_of_a_message_raises_on_no_thread(forks: Forks, message: bool):
-    (_, reported), _ = forks(2, aborts_between_parts, message)
-    assert reported == [("PeerLost", [])]
+    assert isinstance(work.exception(), PeerLost)
+    assert not raised
 
 
 def victim_stalls(comm: Communicator, report: Report, how: str, when: str, victim: int) -> None:

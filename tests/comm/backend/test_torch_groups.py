@@ -213,21 +213,14 @@ def test_a_late_rank_is_named_after_the_timeout(comm: Communicator) -> None:
         dist.distributed_c10d._abort_process_group()
 
 
-def init_on_two_hosts(comm: Communicator, report: Report) -> None:
-    here = rendezvous.host()
-    rendezvous.host = lambda: f"host{comm.rank} {comm.rank}"
-    try:
-        dist.init_process_group("ringdp")
-    except RuntimeError as error:
-        report(str(error))
-    rendezvous.host = lambda: here
-
-
-def test_ranks_on_two_hosts_are_refused_with_an_alternative(forks):
-    first, second = forks(2, init_on_two_hosts)
-    assert first.reported[0].startswith("rank 0 is on host host0, rank 1 on host1: ")
-    assert second.reported[0].startswith("rank 1 is on host host1, rank 0 on host0: ")
-    assert "gloo" in first.reported[0]
+@on_ranks(2, pool="forked")
+def test_ranks_on_two_hosts_are_refused_with_an_alternative(comm: Communicator) -> None:
+    me, there = comm.rank, 1 - comm.rank
+    message = f"^rank {me} is on host host{me}, rank {there} on host{there}: .*gloo"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rendezvous, "host", lambda: f"host{me} {me}")
+        with pytest.raises(RuntimeError, match=message):
+            dist.init_process_group("ringdp")
 
 
 def started_by_torch(rank: int, path: str) -> None:
