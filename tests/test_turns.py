@@ -19,16 +19,20 @@ def idle() -> Callable[[], object]:
 def test_jobs_take_turns_and_print_progress(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(turns, "STARTS", 2)
+    monkeypatch.setattr(turns, "STARTS", 1)
     times = turns.between_jobs(1, {"one": idle, "other": idle}, rounds=2)
-    assert [len(seconds) for seconds in times.values()] == [4, 4]
+    assert [len(seconds) for seconds in times.values()] == [2, 2]
     shown = capfd.readouterr()
     assert shown.out == ""
     assert [line for line in shown.err.splitlines() if "round" in line] == [
-        f"start {start} of 2: round {k} of {2 + turns.WARMUPS}"
-        for start in (1, 2)
-        for k in range(1, 3 + turns.WARMUPS)
+        f"start 1 of 1: round {k} of {2 + turns.WARMUPS}" for k in range(1, 3 + turns.WARMUPS)
     ]
+
+
+def test_jobs_are_started_several_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "STARTS", 2)
+    monkeypatch.setattr(turns, "_started", lambda ranks, ways, rounds, what: {"one": [what]})
+    assert turns.between_jobs(1, {"one": idle}) == {"one": ["start 1 of 2", "start 2 of 2"]}
 
 
 def test_progress_of_one_job_names_what_is_measured(
