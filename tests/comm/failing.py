@@ -238,6 +238,18 @@ def names_its_line(text: str) -> bool:
     return f".{found[1]}" in line or line.strip() == "call()"
 
 
+def assert_shows_both_calls(text: str, mistaken: int, where: str) -> None:
+    """Asserts that the error of a mismatch has the mistaken rank's call and another's, each with
+    its line."""
+    calls = re.findall(r"^  rank (\d): (\w+) (#.*) at (.*):(\d+)$", text, re.M)
+    (one, *call), (other, *other_call) = calls
+    assert one != other, where
+    assert str(mistaken) in (one, other), where
+    assert call[:2] != other_call[:2], where
+    for _, name, _, file, line in calls:
+        assert f".{name}" in line_of(file, line), where
+
+
 def row_of(rank: int, text: str) -> str:
     """The rank's row in the table of an error whose message is one line."""
     row = text.splitlines()[2 + rank]

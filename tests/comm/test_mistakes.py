@@ -11,7 +11,7 @@ import torch
 from ringdp import Communicator, Work
 from ringdp.comm.call import fingerprint, named
 from ringdp.schedule import Builder
-from tests.comm.failing import RANKS, Caught, Form, catch, forms, held, line_of
+from tests.comm.failing import RANKS, Caught, Form, assert_shows_both_calls, catch, forms, held
 from tests.forks import Forks, Report
 from tests.ranks import on_ranks
 from tests.transport.test_conformance import star
@@ -84,13 +84,7 @@ def test_a_mismatch_is_reported_on_all_ranks_with_both_lines(forks: Forks, n, tu
             where = f"{case} on rank {rank} of {n}: {h}"
             assert h is not None, where
             assert h.error == h.again == "CollectiveMismatch", where
-            calls = re.findall(r"^  rank (\d): (\w+) (#.*) at (.*):(\d+)$", h.text, re.M)
-            (one, *call), (other, *other_call) = calls
-            assert one != other, where
-            assert str(n // 2) in (one, other), where
-            assert call[:2] != other_call[:2], where
-            for _, name, _, file, line in calls:
-                assert f".{name}" in line_of(file, line), where
+            assert_shows_both_calls(h.text, n // 2, where)
 
 
 @pytest.mark.parametrize("n", [2, 4])

@@ -18,7 +18,7 @@ from ringdp.schedule import (
     verify,
 )
 from ringdp.schedule.algorithms.ring import hierarchical_all_reduce, ring_all_reduce
-from tests.schedule.test_program import by_name, sends
+from tests.schedule.test_program import by_name, programs, sends
 
 SIZES = [*range(1, 18), 32, 64]
 
@@ -58,9 +58,7 @@ def test_a_direct_reduce_adds_in_rank_order_for_every_root(n):
 def test_plain_programs_need_fifo_depth_1_and_fused_ones_at_most_4(algorithm):
     for n in SIZES[:17]:
         plan = schedule(algorithm.collective, algorithm.name, n)
-        plain = [project(plan, r) for r in range(n)]
-        live = contract(algorithm.collective, n, plan.chunks).after
-        fused = [fuse(p, {c for q, c in live if q == p.rank}) for p in plain]
+        plain, fused = programs(plan, algorithm.collective)
         assert fifo_depth(plain) == 1
         assert fifo_depth(fused) <= 4
         assert all(len(f.rows) <= len(p.rows) for f, p in zip(fused, plain, strict=True))

@@ -29,7 +29,14 @@ from ringdp.transport import threads
 from ringdp.transport.c10d import wire
 from ringdp.transport.store import status
 from ringdp.transport.store.processes import process_state
-from tests.comm.failing import WHENS, Caught, Form, catch, line_of, names_its_line
+from tests.comm.failing import (
+    WHENS,
+    Caught,
+    Form,
+    assert_shows_both_calls,
+    catch,
+    names_its_line,
+)
 from tests.comm.test_deaths import ENDS
 from tests.comm.test_late import TIMEOUT
 from tests.comm.test_mistakes import ELEMENTS, MISTAKES
@@ -241,10 +248,4 @@ def test_a_mismatch_is_reported_on_all_ranks_with_both_lines(forks: Forks, n, wh
                 assert h is None, where
                 continue
             assert h.error == h.again == "CollectiveMismatch", where
-            calls = re.findall(r"^  rank (\d): (\w+) (#.*) at (.*):(\d+)$", h.text, re.M)
-            (one, *call), (other, *other_call) = calls
-            assert one != other, where
-            assert str(victim) in (one, other), where
-            assert call[:2] != other_call[:2], where
-            for _, name, _, file, line in calls:
-                assert f".{name}" in line_of(file, line), where
+            assert_shows_both_calls(h.text, victim, where)

@@ -56,7 +56,9 @@ def test_every_algorithm_gives_the_simulators_bits(over_device, n: int):
     assert_simulators_bits(over_device(n), n, cases)
 
 
-def all_functions(comm: Communicator) -> None:
+@pytest.mark.parametrize("n", [2, 3])
+@on_ranks(pool="over_device")
+def test_all_communicator_functions_work(comm: Communicator) -> None:
     offered(comm)
     with comm.duplicate() as other, other.group():
         x = torch.ones(3)
@@ -65,11 +67,6 @@ def all_functions(comm: Communicator) -> None:
     assert torch.all(x == comm.size)
     with pytest.raises(ringdp.UsageError, match="moves tensors on cpu"):
         comm.all_reduce(torch.zeros(1, device="meta"))
-
-
-@pytest.mark.parametrize("n", [2, 3])
-def test_all_communicator_functions_work(over_device, n: int):
-    over_device(n)(all_functions)
 
 
 MISTAKES = ("collective", "roots", "length", "dtype", "sizes", "message", "late")

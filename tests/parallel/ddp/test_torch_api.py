@@ -38,7 +38,9 @@ ABOUT_BOTH = (
 )  # fmt: skip
 
 
-def check_logging_data(comm: Communicator, seeks_unused: bool) -> None:
+@pytest.mark.parametrize("seeks_unused", [False, True])
+@on_ranks(2)
+def test_logging_data_equals_torchs(comm: Communicator, seeks_unused: bool) -> None:
     def logging_data(wrap: Wrap) -> dict[str, Any]:
         net: Any = wrap(mlp(), find_unused_parameters=seeks_unused)
         net._set_ddp_runtime_logging_sample_rate(4)
@@ -69,7 +71,8 @@ def check_logging_data(comm: Communicator, seeks_unused: bool) -> None:
     assert 0 <= overlap <= min(mine["backward_compute_time"], mine["backward_comm_time"])
 
 
-def check_logging_data_of_two_dtypes(comm: Communicator) -> None:
+@on_ranks(2)
+def test_logging_data_of_two_dtypes_equals_torchs(comm: Communicator) -> None:
     def logging_data(wrap: Wrap) -> list[str]:
         model = nn.Sequential(nn.Linear(WIDTH, 9), nn.Linear(9, 4).double())
         data = wrap(model)._get_ddp_logging_data()
@@ -78,12 +81,6 @@ def check_logging_data_of_two_dtypes(comm: Communicator) -> None:
     mine, theirs = ours_and_torchs(logging_data)
     assert mine == theirs
     assert mine[0] == "double, float"
-
-
-def test_logging_data_equals_torchs(ranks):
-    ranks(2)(check_logging_data_of_two_dtypes)
-    for seeks_unused in (False, True):
-        ranks(2)(check_logging_data, seeks_unused)
 
 
 READ = (
