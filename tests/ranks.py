@@ -5,7 +5,7 @@
 calls `function(comm, *arguments)` on every rank; `function` is a module-level function of a test
 file. If a rank raises, the test raises the first error in time, and the pool is thrown away, since
 its communicator is broken. A test whose whole body runs on the ranks can be written as such a
-function:
+function; what it returns, if anything, must be the same on every rank:
 
     @on_ranks(4)
     def test_it(comm, parameter): ...
@@ -142,7 +142,8 @@ def on_ranks(
             if on_a_rank:
                 return function(*on_a_rank)
             ranks = given[pool](n or given["n"])
-            ranks(test, *(given[name] for name in parameters))
+            found = ranks(test, *(given[name] for name in parameters))
+            assert not found or all(other == found[0] for other in found), found
             return None
 
         asked = dict.fromkeys([pool, *parameters, *([] if n else ["n"])])

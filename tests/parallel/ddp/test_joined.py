@@ -46,7 +46,9 @@ def test_join_shadows_several_forwards_before_one_backward(comm: Communicator) -
     assert halves == [True] * LAST * comm.rank
 
 
-def several_models(comm: Communicator, unused: bool) -> list[list[float]]:
+@pytest.mark.parametrize("unused", [False, True])
+@on_ranks(2)
+def test_several_models_can_join_together(comm: Communicator, unused: bool) -> list[list[float]]:
     """The second model's forward comes before the first one's backward."""
     gloo()
     torch.manual_seed(0)
@@ -70,13 +72,11 @@ def several_models(comm: Communicator, unused: bool) -> list[list[float]]:
     return [p.flatten().tolist() for p in both.parameters()]
 
 
-@pytest.mark.parametrize("unused", [False, True])
-def test_several_models_can_join_together(ranks, unused):
-    first, *others = ranks(2)(several_models, unused)
-    assert all(other == first for other in others)
-
-
-def join_with_skipped_buckets(comm: Communicator, options: dict[str, bool]) -> list[list[float]]:
+@pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"static_graph": True}])
+@on_ranks(2)
+def test_unused_buckets_are_reduced_while_ranks_may_have_ended(
+    comm: Communicator, options: dict[str, bool]
+) -> list[list[float]]:
     """Buckets of unused parameters are skipped, except while ranks may have ended."""
     net = DistributedDataParallel(
         Branches(0, differ=False),
@@ -98,13 +98,8 @@ def join_with_skipped_buckets(comm: Communicator, options: dict[str, bool]) -> l
     return [p.flatten().tolist() for p in net.parameters()]
 
 
-@pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"static_graph": True}])
-def test_unused_buckets_are_reduced_while_ranks_may_have_ended(ranks, options):
-    first, other = ranks(2)(join_with_skipped_buckets, options)
-    assert other == first
-
-
-def join_with_a_copy(comm: Communicator) -> list[float]:
+@on_ranks(2)
+def test_a_copy_can_join(comm: Communicator) -> list[float]:
     """Rank 0 has no inputs at all, but the copy must still make its reducer."""
     net = copy.deepcopy(DistributedDataParallel(nn.Linear(WIDTH, 3)))
     with net.join():
@@ -112,8 +107,3 @@ def join_with_a_copy(comm: Communicator) -> list[float]:
             net.zero_grad()
             loss(net(rows(step, comm.rank))).backward()
     return [v for p in net.parameters() for v in p.flatten().tolist()]
-
-
-def test_a_copy_can_join(ranks):
-    first, other = ranks(2)(join_with_a_copy)
-    assert other == first

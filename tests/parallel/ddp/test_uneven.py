@@ -95,7 +95,8 @@ def test_torchs_join_can_raise_on_early_termination(comm: Communicator) -> None:
     assert ours == theirs, f"{ours}\n{theirs}"
 
 
-def uneven_unused(comm: Communicator) -> list[list[float]]:
+@on_ranks(3)
+def test_uneven_inputs_with_unused_parameters(comm: Communicator) -> list[list[float]]:
     net = DistributedDataParallel(Branches(comm.rank), find_unused_parameters=True)
     with net.join():
         for step in range(1 + comm.rank):
@@ -103,11 +104,6 @@ def uneven_unused(comm: Communicator) -> list[list[float]]:
     with net.join(enable=False):
         backward(net, 9, comm.rank)
     return [p.flatten().tolist() for p in net.parameters()]
-
-
-def test_uneven_inputs_with_unused_parameters(ranks):
-    first, *others = ranks(3)(uneven_unused)
-    assert all(other == first for other in others)
 
 
 @on_ranks(2)
