@@ -18,7 +18,7 @@ from ringdp.comm import tracing
 from ringdp.tape.meeting import Meeting
 from tests.forks import CALL_TIMEOUT, store
 from tests.ranks import on_ranks
-from tests.tape.traces import TraceFile
+from tests.tape.traces import TraceFile, read_trace
 
 pytestmark = pytest.mark.process
 
@@ -74,12 +74,13 @@ def test_starting_a_trace_does_not_wait_for_a_dead_rank(forks, tmp_path, who):
     assert [e.reported for e in ended] == expected
 
 
-def trace_in_different_directories(comm: ringdp.Communicator, at: Path) -> None:
+@on_ranks(2)
+def test_rank_0_decides_the_path_of_the_file(comm: ringdp.Communicator, tmp_path: Path) -> None:
     """Each rank passes another file name, and rank 1 is in another directory."""
     before = os.getcwd()
     if comm.rank == 1:
-        (at / "other").mkdir()
-    os.chdir(at / "other" if comm.rank == 1 else at)
+        (tmp_path / "other").mkdir()
+    os.chdir(tmp_path / "other" if comm.rank == 1 else tmp_path)
     try:
         for name in (f"run{comm.rank}.json", "again.json"):
             with ringdp.trace(name):
@@ -88,10 +89,7 @@ def trace_in_different_directories(comm: ringdp.Communicator, at: Path) -> None:
             pass
     finally:
         os.chdir(before)
-
-
-def test_rank_0_decides_the_path_of_the_file(ranks, tmp_path):
-    ranks(2)(trace_in_different_directories, tmp_path)
+    comm.barrier()  # rank 0 writes the files
     found = ["again.json", "nothing.json", "other", "run0.json"]
     assert sorted(p.name for p in tmp_path.iterdir()) == found
     assert list((tmp_path / "other").iterdir()) == []
@@ -101,49 +99,48 @@ def test_rank_0_decides_the_path_of_the_file(ranks, tmp_path):
         assert [len(read.spans("collective", rank)) for rank in range(2)] == [calls] * 2
 
 
-def change_directory_during_a_trace(comm: ringdp.Communicator, at: Path) -> None:
-    before = os.getcwd()
-    os.chdir(at)
+@on_ranks(2)
+def test_the_file_is_in_the_directory_where_the_trace_began(
+    comm: ringdp.Communicator, tmp_path: Path
+) -> None:
+    before, elsewhere = os.getcwd(), tmp_path / "elsewhere"
+    elsewhere.mkdir(exist_ok=True)
+    os.chdir(tmp_path)
     try:
         with ringdp.trace("run.json"):
             comm.all_reduce(torch.ones(10))
-            os.chdir(at / "elsewhere")
+            os.chdir(elsewhere)
     finally:
         os.chdir(before)
-
-
-def test_the_file_is_in_the_directory_where_the_trace_began(ranks, tmp_path):
-    (tmp_path / "elsewhere").mkdir()
-    ranks(2)(change_directory_during_a_trace, tmp_path)
+    comm.barrier()  # rank 0 writes the file
     assert sorted(p.name for p in tmp_path.iterdir()) == ["elsewhere", "run.json"]
-    assert list((tmp_path / "elsewhere").iterdir()) == []
+    assert list(elsewhere.iterdir()) == []
 
 
-def trace_with_a_changed_path_in_the_store(
-    comm: ringdp.Communicator, path: Path, elsewhere: Path
-) -> None:
+@on_ranks(2)
+def test_a_rank_writes_only_to_its_own_path(comm: ringdp.Communicator, tmp_path: Path) -> None:
     """The store holds another path than rank 0 wrote."""
+    path, elsewhere = tmp_path / "there/run.json", tmp_path / "elsewhere"
+    for folder in (path.parent, elsewhere):
+        folder.mkdir(exist_ok=True)
     patiently = Meeting._patiently
-    other = json.dumps(str(elsewhere)).encode()
+    other = json.dumps(str(elsewhere / "run.json")).encode()
 
     def damaged(self: Meeting, key: str, rank: int) -> bytes:
         return patiently(self, key, rank).replace(json.dumps(str(path)).encode(), other)
 
     with patch.object(Meeting, "_patiently", damaged), ringdp.trace(path):
         comm.all_reduce(torch.ones(10))
-
-
-def test_a_rank_writes_only_to_its_own_path(ranks, tmp_path):
-    (there := tmp_path / "there").mkdir()
-    (elsewhere := tmp_path / "elsewhere").mkdir()
-    ranks(2)(trace_with_a_changed_path_in_the_store, there / "run.json", elsewhere / "run.json")
-    assert sorted(TraceFile(there / "run.json").about["parts"]) == ["0", "1"]
-    assert [p.name for p in there.iterdir()] == ["run.json"]
+    assert sorted(read_trace(comm, path).about["parts"]) == ["0", "1"]
+    assert [p.name for p in path.parent.iterdir()] == ["run.json"]
     assert list(elsewhere.iterdir()) == []
 
 
-def end_in_a_forked_child(comm: ringdp.Communicator, path: Path) -> None:
-    with ringdp.trace(path) as trace:
+@on_ranks(2)
+def test_a_forked_child_cannot_end_its_parents_trace(
+    comm: ringdp.Communicator, tmp_path: Path
+) -> None:
+    with ringdp.trace(path := tmp_path / "run.json") as trace:
         if not (child := os.fork()):
             try:
                 trace.stop()
@@ -153,21 +150,24 @@ def end_in_a_forked_child(comm: ringdp.Communicator, path: Path) -> None:
                 os._exit(1)
         assert os.waitpid(child, 0)[1] == 0
         comm.all_reduce(torch.ones(10))
-
-
-def test_a_forked_child_cannot_end_its_parents_trace(ranks, tmp_path):
-    ranks(2)(end_in_a_forked_child, tmp_path / "run.json")
+    assert len(read_trace(comm, path).spans("collective")) == 2
     assert [p.name for p in tmp_path.iterdir()] == ["run.json"]
-    assert len(TraceFile(tmp_path / "run.json").spans("collective")) == 2
 
 
-def publish_malformed_part(comm: ringdp.Communicator, path: Path, text: str) -> None:
+@pytest.mark.parametrize("text", ["a word", "0"])
+@on_ranks(2)
+def test_a_malformed_part_is_listed_as_missing(
+    comm: ringdp.Communicator, tmp_path: Path, text: str
+) -> None:
     """Rank 1 publishes malformed data instead of its part."""
     damaged = (
         patch.object(Meeting, "hand_in", _hand_in_text(text)) if comm.rank == 1 else nullcontext()
     )
-    with damaged, ringdp.trace(path):
+    with damaged, ringdp.trace(path := tmp_path / "run.json"):
         comm.all_reduce(torch.ones(10))
+    read = read_trace(comm, path)
+    assert sorted(read.about["parts"]) == ["0"]
+    assert read.about["missing"]["1"].startswith("rank 1's part of the trace cannot be had: ")
 
 
 def _hand_in_text(text: str) -> Callable[..., None]:
@@ -176,14 +176,6 @@ def _hand_in_text(text: str) -> Callable[..., None]:
         self._store.set(f"part/{self.rank}", text)
 
     return hand_in
-
-
-@pytest.mark.parametrize("text", ["a word", "0"])
-def test_a_malformed_part_is_listed_as_missing(ranks, tmp_path, text):
-    ranks(2)(publish_malformed_part, tmp_path / "run.json", text)
-    read = TraceFile(tmp_path / "run.json")
-    assert sorted(read.about["parts"]) == ["0"]
-    assert read.about["missing"]["1"].startswith("rank 1's part of the trace cannot be had: ")
 
 
 @on_ranks(2)

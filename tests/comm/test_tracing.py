@@ -18,8 +18,8 @@ from ringdp.comm import rendezvous
 from ringdp.comm.store import VARIABLES
 from ringdp.schedule import fuse, project, schedule
 from ringdp.tape import recorder
-from ringdp.transport.tape import ENTRIES
-from tests.tape.traces import TraceFile
+from tests.ranks import on_ranks
+from tests.tape.traces import TraceFile, read_trace
 from tests.transport.nccl.faults import only_with_host_nccl
 from tests.transport.over import init_over, over
 from tests.transport.test_conformance import star
@@ -52,17 +52,16 @@ def traced(ranks, tmp_path_factory) -> tuple[TraceFile, int]:
     return TraceFile(path), first
 
 
-def trace_a_dropped_communicator(comm: ringdp.Communicator, path: Path) -> None:
+@on_ranks(2)
+def test_collectives_of_a_dropped_communicator_are_traced(
+    comm: ringdp.Communicator, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.json"
     with ringdp.trace(path):
         comm.duplicate().all_reduce(torch.ones(7))
         gc.collect()
-
-
-def test_collectives_of_a_dropped_communicator_are_traced(ranks, tmp_path):
-    ranks(2)(trace_a_dropped_communicator, tmp_path / "run.json")
-    for rank in range(2):
-        found = TraceFile(tmp_path / "run.json").spans("collective", rank)
-        assert [e["args"]["elements"] for e in found] == [1, 7]
+    found = read_trace(comm, path).spans("collective", comm.rank)
+    assert [e["args"]["elements"] for e in found] == [1, 7]
 
 
 def test_every_collective_of_every_rank_is_traced(traced):
@@ -120,9 +119,10 @@ def test_tiles_of_a_direct_exchange_sum_to_its_bytes(traced):
         assert moved == {"lay out": (4 << 20) - own, "take": own, "collect": (4 << 20) - own}
 
 
-def trace_on_one_core(comm: ringdp.Communicator, path: Path) -> None:
+@on_ranks(2)
+def test_interrupted_tiles_sum_to_their_bytes(comm: ringdp.Communicator, tmp_path: Path) -> None:
     """All ranks on one core: a rank has to let the others run in the middle of its tile."""
-    cores = os.sched_getaffinity(0)
+    path, cores = tmp_path / "run.json", os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     try:
         with ringdp.trace(path):
@@ -130,21 +130,16 @@ def trace_on_one_core(comm: ringdp.Communicator, path: Path) -> None:
                 comm.all_reduce(torch.ones(1 << 20), async_op=True).wait()
     finally:
         os.sched_setaffinity(0, cores)
-
-
-def test_interrupted_tiles_sum_to_their_bytes(ranks, tmp_path):
-    ranks(2)(trace_on_one_core, tmp_path / "run.json")
-    trace = TraceFile(tmp_path / "run.json")
-    for rank in range(2):
-        calls = trace.spans("collective", rank)
-        assert len(calls) == 5
-        for call in calls:
-            tiles = [
-                e
-                for e in trace.spans("chunk", rank)
-                if e["args"]["number"] == call["args"]["number"]
-            ]
-            assert sum(t["args"]["bytes"] for t in tiles) == 3 * (2 << 20)
+    trace = read_trace(comm, path)
+    calls = trace.spans("collective", comm.rank)
+    assert len(calls) == 5
+    for call in calls:
+        tiles = [
+            e
+            for e in trace.spans("chunk", comm.rank)
+            if e["args"]["number"] == call["args"]["number"]
+        ]
+        assert sum(t["args"]["bytes"] for t in tiles) == 3 * (2 << 20)
 
 
 def test_the_trace_describes_ranks_clocks_and_schedules(traced):
@@ -164,52 +159,54 @@ def test_the_trace_describes_ranks_clocks_and_schedules(traced):
 
 
 LATE = 0.3  # seconds
+ENTRIES = 1 << 10  # of a short tape
 
 
-def trace_groups(comm: ringdp.Communicator, path: Path) -> None:
+@on_ranks(2)
+def test_communicators_over_groups_have_distinct_names(
+    comm: ringdp.Communicator, tmp_path: Path
+) -> None:
     if dist.is_initialized():  # left initialized by an earlier test
         dist.destroy_process_group()
     store = dist.PrefixStore(f"traced/{comm.issued}", comm._connect.store)
     dist.init_process_group("ringdp", store=store, rank=comm.rank, world_size=comm.size)
     both, alone = dist.new_group([0, 1]), [dist.new_group([rank]) for rank in (0, 1)][comm.rank]
-    with ringdp.trace(path):
+    with ringdp.trace(path := tmp_path / "run.json"):
         for elements, group in enumerate((dist.group.WORLD, both, alone), 11):
             dist.all_reduce(torch.ones(elements), group=group)
         for elements in (14, 15):
             with rendezvous.over(both) as made:
                 made.all_reduce(torch.ones(elements))
     dist.destroy_process_group()
-
-
-def test_communicators_over_groups_have_distinct_names(ranks, tmp_path):
-    ranks(2)(trace_groups, tmp_path / "run.json")
-    trace = TraceFile(tmp_path / "run.json")
-    found = [e["args"] for e in trace.spans("collective")]
+    found = [e["args"] for e in read_trace(comm, path).spans("collective")]
     trace_calls = {(a["comm"], a["number"], a["elements"]) for a in found}
     assert len(trace_calls) == len({call[:2] for call in trace_calls})
     lengths = sorted(elements for *_, elements in trace_calls if elements > 10)
     assert lengths == [11, 12, 13, 13, 14, 15], "13 twice: once on each rank"
 
 
-def trace_two_communicators_of_one_process(_: ringdp.Communicator, path: Path) -> None:
+@on_ranks(1)
+def test_a_single_process_names_each_communicator_differently(
+    comm: ringdp.Communicator, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.json"
     with patch.dict(os.environ):
         for variable in VARIABLES:
             del os.environ[variable]
         with ringdp.trace(path):
             for _ in range(2):
-                with ringdp.init() as comm:
-                    comm.all_reduce(torch.ones(1))
-
-
-def test_a_single_process_names_each_communicator_differently(ranks, tmp_path):
-    ranks(1)(trace_two_communicators_of_one_process, tmp_path / "run.json")
-    found = TraceFile(tmp_path / "run.json").spans("collective")
+                with ringdp.init() as alone:
+                    alone.all_reduce(torch.ones(1))
+    found = read_trace(comm, path).spans("collective")
     assert len({(e["args"]["comm"], e["args"]["number"]) for e in found}) == len(found) > 1
 
 
-def trace_late_ranks(comm: ringdp.Communicator, path: Path) -> None:
+@on_ranks(2)
+def test_waits_for_late_ranks_are_traced_on_one_clock(
+    comm: ringdp.Communicator, tmp_path: Path
+) -> None:
     """The other rank waits, for rank 1 first, then for rank 0: on the ranks' one clock."""
-    with ringdp.trace(path):
+    with ringdp.trace(path := tmp_path / "run.json"):
         for late in (1, 0):
             comm.barrier()
             if comm.rank == late:
@@ -217,11 +214,7 @@ def trace_late_ranks(comm: ringdp.Communicator, path: Path) -> None:
                     time.sleep(0.001)
                 time.sleep(LATE)
             comm.all_reduce(torch.ones(10))
-
-
-def test_waits_for_late_ranks_are_traced_on_one_clock(ranks, tmp_path):
-    ranks(2)(trace_late_ranks, tmp_path / "run.json")
-    trace = TraceFile(tmp_path / "run.json")
+    trace = read_trace(comm, path)
     for turn, late in ((1, 1), (3, 0)):
         late_one, early_one = (trace.spans("collective", r)[turn] for r in (late, 1 - late))
         waited = late_one["ts"] - early_one["ts"]
@@ -269,35 +262,30 @@ def test_collectives_of_transports_without_a_tape_are_traced(ranks, tmp_path, tr
         assert all("test_tracing.py:" in a["at"] for a in found)
 
 
-def trace_unnamed_algorithm(pool: ringdp.Communicator, path: Path) -> None:
+@on_ranks(2)
+def test_an_algorithm_without_a_name_is_shown_by_its_repr(
+    pool: ringdp.Communicator, tmp_path: Path
+) -> None:
     """Over a transport with a tape, and over one without."""
     with init_over(pool, "c10d") as comm:
-        with ringdp.trace(path):
+        with ringdp.trace(path := tmp_path / "run.json"):
             for each in (pool, comm):
                 each.all_reduce(torch.ones(10), algorithm=partial(star))
-        pool.barrier()
+        trace = read_trace(pool, path)
+    found = [e["args"]["algorithm"] for e in trace.spans("collective", pool.rank)]
+    found += [own["algorithm"] for own in trace.about["parts"][str(pool.rank)]["schedules"]]
+    assert len(found) == 3
+    assert all(name.startswith("functools.partial(<function star at") for name in found)
 
 
-def test_an_algorithm_without_a_name_is_shown_by_its_repr(ranks, tmp_path):
-    ranks(2)(trace_unnamed_algorithm, tmp_path / "run.json")
-    trace = TraceFile(tmp_path / "run.json")
-    for rank in range(2):
-        found = [e["args"]["algorithm"] for e in trace.spans("collective", rank)]
-        found += [own["algorithm"] for own in trace.about["parts"][str(rank)]["schedules"]]
-        assert len(found) == 3
-        assert all(name.startswith("functools.partial(<function star at") for name in found)
-
-
-def overflow_tapes(comm: ringdp.Communicator, path: Path) -> None:
-    with ringdp.trace(path):
+@on_ranks(2)
+def test_lost_entries_are_counted(comm: ringdp.Communicator, tmp_path: Path) -> None:
+    short = patch("ringdp.comm.traced.ENTRIES", ENTRIES)
+    with short, ringdp.trace(path := tmp_path / "run.json"), comm.duplicate() as other:
         recorder._over.set()  # the tapes are not emptied until the end
         recorder._drains.join()
         for _ in range(ENTRIES // 4):  # each call takes four cells, and one or more for chunks
-            comm.all_reduce(torch.ones(1))
-
-
-def test_lost_entries_are_counted(ranks, tmp_path):
-    ranks(2)(overflow_tapes, tmp_path / "run.json")
-    trace = TraceFile(tmp_path / "run.json")
+            other.all_reduce(torch.ones(3))
+    trace = read_trace(comm, path)
     assert all(part["lost"] > 0 for part in trace.about["parts"].values())
-    assert len(trace.spans("collective", 0)) > 0
+    assert any(e["args"]["elements"] == 3 for e in trace.spans("collective", comm.rank))

@@ -6,9 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ringdp import Communicator
 from ringdp.cli.timeline.read import read
 
 Event = dict[str, Any]
+
+
+def read_trace(comm: Communicator, path: Path) -> TraceFile:
+    """Reads, on all ranks, the file of a trace that has ended; rank 0 writes it."""
+    comm.barrier()
+    return TraceFile(path)
 
 
 class TraceFile:
