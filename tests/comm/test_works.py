@@ -142,7 +142,9 @@ def test_works_complete_without_a_thread(comm: Communicator) -> None:
         assert torch.equal(z, y)
 
 
-def check_two_threads(comm: Communicator) -> None:
+@pytest.mark.parametrize("n", [2, 3])
+@on_ranks()
+def test_duplicates_run_concurrently(comm: Communicator) -> None:
     """A duplicate's collectives do not wait for the original's, in whatever order they are
     issued."""
     other = comm.duplicate()
@@ -178,19 +180,15 @@ def check_two_threads(comm: Communicator) -> None:
     other.close()
 
 
-def check_equal_lengths(comm: Communicator) -> None:
+@pytest.mark.parametrize("n", [2, 3])
+@on_ranks()
+def test_a_duplicates_call_of_equal_length_is_another(comm: Communicator) -> None:
     with comm.duplicate() as other:
         x, y = values(comm.rank, 50), values(comm.rank, 50, seed=1)
         w = other.all_reduce(y, async_op=True)
         comm.all_reduce(x)
         w.wait()
         assert torch.equal(x + y, (everyone(comm, 50) + everyone(comm, 50, seed=1)).sum(0))
-
-
-@pytest.mark.parametrize("n", [2, 3])
-def test_duplicates_run_concurrently(ranks, n: int):
-    ranks(n)(check_equal_lengths)
-    ranks(n)(check_two_threads)
 
 
 class CompletedTransport:

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import ringdp
-from tests.tape.traces import TraceFile
+from tests.ranks import on_ranks
+from tests.tape.traces import TraceFile, read_trace
 
 pytestmark = pytest.mark.process
 
@@ -51,35 +52,38 @@ def train(comm: ringdp.Communicator, stage: int, path: Path) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_every_span_of_a_step_is_recorded(ranks, tmp_path, stage: int):
-    held = ranks(2)(train, stage, tmp_path / "run.json")
-    read = TraceFile(tmp_path / "run.json")
+@on_ranks(2)
+def test_every_span_of_a_step_is_recorded(
+    comm: ringdp.Communicator, tmp_path: Path, stage: int
+) -> None:
+    path, rank = tmp_path / "run.json", comm.rank
+    held = train(comm, stage, path)
+    read = read_trace(comm, path)
     read.check_nesting()
-    for rank in range(2):
-        names = {
-            kind: Counter(read.names(kind, rank))
-            for kind in ("forward", "backward", "step", "finish", "reduce", "free")
-        }
-        units = (*UNITS, "root")
-        for kind in ("forward", "backward", "reduce"):
-            assert names[kind] == {f"{kind} {unit}": STEPS for unit in units}
-        assert names["step"] == {"optimizer step": STEPS}
-        assert names["finish"] == {"wait for reductions": STEPS}
-        gathered = [read.names(k, rank) for k in ("gather", "prefetch")]
-        uses = {0: 0, 2: len(units), 3: 2 * len(UNITS)}[stage]  # the last unit is not freed
-        assert len(gathered[0]) + len(gathered[1]) == STEPS * uses
-        assert names["free"].total() == STEPS * uses
-        if stage == 3:
-            assert set(names["free"]) == {f"free {unit}" for unit in units}
-            assert len(gathered[1]) > len(gathered[0]) > 0
-        check_memory(read, rank, held[rank])
-        (engine,) = read.about["parts"][str(rank)]["engines"]
-        assert engine["stage"] == stage
-        assert {k: engine["formula"][k] for k in held[rank]} == held[rank]
+    names = {
+        kind: Counter(read.names(kind, rank))
+        for kind in ("forward", "backward", "step", "finish", "reduce", "free")
+    }
+    units = (*UNITS, "root")
+    for kind in ("forward", "backward", "reduce"):
+        assert names[kind] == {f"{kind} {unit}": STEPS for unit in units}
+    assert names["step"] == {"optimizer step": STEPS}
+    assert names["finish"] == {"wait for reductions": STEPS}
+    gathered = [read.names(k, rank) for k in ("gather", "prefetch")]
+    uses = {0: 0, 2: len(units), 3: 2 * len(UNITS)}[stage]  # the last unit is not freed
+    assert len(gathered[0]) + len(gathered[1]) == STEPS * uses
+    assert names["free"].total() == STEPS * uses
+    if stage == 3:
+        assert set(names["free"]) == {f"free {unit}" for unit in units}
+        assert len(gathered[1]) > len(gathered[0]) > 0
+    check_memory(read, rank, held)
+    (engine,) = read.about["parts"][str(rank)]["engines"]
+    assert engine["stage"] == stage
+    assert {k: engine["formula"][k] for k in held} == held
 
 
 def check_memory(read: TraceFile, rank: int, held: dict[str, int]) -> None:
-    counters = [e for e in read.events if e["ph"] == "C" and e["pid"] == rank]
+    counters = read.counters(rank)
     assert {e["name"] for e in counters} == {"memory of engine 0"}
     seen = [e["args"] for e in counters]
     most = {k: max(now[k] for now in seen) for k in seen[0]}
@@ -93,33 +97,35 @@ def check_memory(read: TraceFile, rank: int, held: dict[str, int]) -> None:
     }
 
 
-def train_without_a_root(comm: ringdp.Communicator, stage: int, path: Path) -> None:
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_units_lie_in_a_root_without_parameters(
+    comm: ringdp.Communicator, tmp_path: Path, stage: int
+) -> None:
     """The model's output is its last unit's."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in UNITS))
     engine = ringdp.shard(model, stage=stage, unit=nn.Linear, comm=comm)
-    with ringdp.trace(path):
+    with ringdp.trace(path := tmp_path / "run.json"):
         for _ in range(STEPS):
             model(torch.ones(4, 8)).mean().backward()
     engine.close()
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_units_lie_in_a_root_without_parameters(ranks, tmp_path, stage: int):
-    ranks(2)(train_without_a_root, stage, tmp_path / "run.json")
-    read = TraceFile(tmp_path / "run.json")
+    read = read_trace(comm, path)
     read.check_nesting()
     names = [f"backward {unit}" for unit in ("root", *reversed(UNITS))]
-    assert read.names("backward", 0) == STEPS * names
+    assert read.names("backward", comm.rank) == STEPS * names
 
 
-def raise_in_backward(comm: ringdp.Communicator, path: Path) -> None:
+@on_ranks(2)
+def test_a_backward_that_raises_leaves_no_span_open(
+    comm: ringdp.Communicator, tmp_path: Path
+) -> None:
     engine = ringdp.shard(net(), stage=3, unit=Block, comm=comm)
 
     def stop(_: torch.Tensor) -> None:
         raise RuntimeError("in the middle")
 
-    with ringdp.trace(path):
+    with ringdp.trace(path := tmp_path / "run.json"):
         block = engine.model[1]
         handle = block.register_forward_hook(lambda _m, _i, out: out.register_hook(stop) and None)
         with pytest.raises(RuntimeError, match="in the middle"):
@@ -127,19 +133,17 @@ def raise_in_backward(comm: ringdp.Communicator, path: Path) -> None:
         handle.remove()
         engine.model(torch.ones(4, 32)).mean().backward()
     engine.close()
-
-
-def test_a_backward_that_raises_leaves_no_span_open(ranks, tmp_path):
-    ranks(2)(raise_in_backward, tmp_path / "run.json")
-    read = TraceFile(tmp_path / "run.json")
+    read = read_trace(comm, path)
     read.check_nesting()
-    for rank in range(2):
-        *_, forward = (s for s in read.spans("forward", rank) if s["name"] == "forward root")
-        (backward,) = (s for s in read.spans("backward", rank) if s["name"] == "backward root")
-        assert backward["ts"] >= forward["ts"] + forward["dur"]
+    *_, forward = (s for s in read.spans("forward", comm.rank) if s["name"] == "forward root")
+    (backward,) = (s for s in read.spans("backward", comm.rank) if s["name"] == "backward root")
+    assert backward["ts"] >= forward["ts"] + forward["dur"]
 
 
-def train_with_three_engines(comm: ringdp.Communicator, path: Path) -> list[dict[str, int]]:
+@on_ranks(2)
+def test_each_active_engine_has_its_own_memory_counter(
+    comm: ringdp.Communicator, tmp_path: Path
+) -> None:
     """Three engines: one idle, two with optimizers that stepped before the trace."""
     idle, *busy = (ringdp.shard(net(), stage=3, unit=Block, comm=comm) for _ in range(3))
     optimizers = [
@@ -154,31 +158,21 @@ def train_with_three_engines(comm: ringdp.Communicator, path: Path) -> list[dict
             optimizer.zero_grad()
 
     step()
-    with ringdp.trace(path):
+    with ringdp.trace(path := tmp_path / "run.json"):
         step()
     held = [e.memory(o)._asdict() for e, o in zip(busy, optimizers, strict=True)]
     for engine in (idle, *busy):
         engine.close()
-    return held
-
-
-def test_each_active_engine_has_its_own_memory_counter(ranks, tmp_path):
-    held = ranks(2)(train_with_three_engines, tmp_path / "run.json")
-    read = TraceFile(tmp_path / "run.json")
-    for rank, of in enumerate(held):
-        engines = read.about["parts"][str(rank)]["engines"]
-        assert [e["optimizers"] for e in engines] == [["AdamW"], ["SGD"]]
-        for engine, expected in zip(engines, of, strict=True):
-            points = [
-                e
-                for e in read.events
-                if e["ph"] == "C" and e["pid"] == rank and e["name"] == engine["counter"]
-            ]
-            first, *_, last = sorted(points, key=lambda e: e["ts"])
-            kept = {k: expected[k] for k in ("parameters", "gradients", "optimizer")}
-            assert {k: first["args"][k] for k in kept} == kept  # from the start of the trace
-            assert first["ts"] < min(s["ts"] for s in read.spans("forward", rank))
-            assert set(last["args"].values()) == {0}
+    read = read_trace(comm, path)
+    engines = read.about["parts"][str(comm.rank)]["engines"]
+    assert [e["optimizers"] for e in engines] == [["AdamW"], ["SGD"]]
+    for traced, expected in zip(engines, held, strict=True):
+        points = [e for e in read.counters(comm.rank) if e["name"] == traced["counter"]]
+        first, *_, last = sorted(points, key=lambda e: e["ts"])
+        kept = {k: expected[k] for k in ("parameters", "gradients", "optimizer")}
+        assert {k: first["args"][k] for k in kept} == kept  # from the start of the trace
+        assert first["ts"] < min(s["ts"] for s in read.spans("forward", comm.rank))
+        assert set(last["args"].values()) == {0}
 
 
 class OuterOptimizer(torch.optim.Optimizer):
@@ -195,62 +189,58 @@ class OuterOptimizer(torch.optim.Optimizer):
             self.state[p]["last"] = p.detach().clone()
 
 
-def train_with_nested_optimizers(comm: ringdp.Communicator, path: Path) -> int:
+@on_ranks(2)
+def test_the_state_of_nested_optimizers_is_counted(
+    comm: ringdp.Communicator, tmp_path: Path
+) -> None:
     engine = ringdp.shard(net(), stage=2, unit=Block, comm=comm)
     inner = torch.optim.SGD(engine.model.parameters(), lr=0.1, momentum=0.9)
     outer = OuterOptimizer(inner)
-    with ringdp.trace(path):
+    with ringdp.trace(path := tmp_path / "run.json"):
         engine.model(torch.ones(4, 32)).mean().backward()
         outer.step()
     held = sum(engine.memory(o).optimizer for o in (inner, outer))
     engine.close()
-    return held
+    counters = read_trace(comm, path).counters(comm.rank)
+    assert max(e["args"]["optimizer"] for e in counters) == held
 
 
-def test_the_state_of_nested_optimizers_is_counted(ranks, tmp_path):
-    held = ranks(2)(train_with_nested_optimizers, tmp_path / "run.json")
-    read = TraceFile(tmp_path / "run.json")
-    for rank in range(2):
-        counters = [e for e in read.events if e["ph"] == "C" and e["pid"] == rank]
-        assert max(e["args"]["optimizer"] for e in counters) == held[rank]
-
-
-def test_spans_are_ordered_and_nested(ranks, tmp_path):
-    ranks(2)(train, 3, tmp_path / "run.json")
-    read = TraceFile(tmp_path / "run.json")
-    first = read.names("forward", 0)[: len(UNITS) + 1]
+@on_ranks(2)
+def test_spans_are_ordered_and_nested(comm: ringdp.Communicator, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    train(comm, 3, path)
+    read = read_trace(comm, path)
+    first = read.names("forward", comm.rank)[: len(UNITS) + 1]
     assert first == ["forward root", *(f"forward {unit}" for unit in UNITS)]
-    assert read.names("backward", 0)[: len(UNITS) + 1] == [
+    assert read.names("backward", comm.rank)[: len(UNITS) + 1] == [
         "backward root",
         *(f"backward {unit}" for unit in reversed(UNITS)),
     ]
 
 
-def train_ddp(comm: ringdp.Communicator, path: Path) -> None:
+@on_ranks(2)
+def test_ddps_forwards_and_reductions_are_recorded(
+    comm: ringdp.Communicator, tmp_path: Path
+) -> None:
     model = ringdp.DistributedDataParallel(net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with ringdp.trace(path):
+    with ringdp.trace(path := tmp_path / "run.json"):
         for _ in range(STEPS):
             with model.no_sync():
                 model(torch.ones(4, 32)).mean().backward()
             model(torch.ones(4, 32)).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-
-
-def test_ddps_forwards_and_reductions_are_recorded(ranks, tmp_path):
-    ranks(2)(train_ddp, tmp_path / "run.json")
-    read = TraceFile(tmp_path / "run.json")
+    read = read_trace(comm, path)
     read.check_nesting()
-    for rank in range(2):
-        found = {
-            kind: Counter(read.names(kind, rank))
-            for kind in ("forward", "backward", "reduce", "finish", "step")
-        }
-        assert found["forward"] == {"forward": 2 * STEPS}
-        assert found["backward"] == {"backward": 2 * STEPS}
-        assert found["reduce"]["reduce bucket 0"] == STEPS
-        assert found["finish"] == {"wait for reductions": STEPS}
-        assert found["step"] == {"optimizer step": STEPS}
-        labels = [c["label"] for c in read.about["parts"][str(rank)]["communicators"]]
-        assert "gradients of DDP" in labels
+    found = {
+        kind: Counter(read.names(kind, comm.rank))
+        for kind in ("forward", "backward", "reduce", "finish", "step")
+    }
+    assert found["forward"] == {"forward": 2 * STEPS}
+    assert found["backward"] == {"backward": 2 * STEPS}
+    assert found["reduce"]["reduce bucket 0"] == STEPS
+    assert found["finish"] == {"wait for reductions": STEPS}
+    assert found["step"] == {"optimizer step": STEPS}
+    labels = [c["label"] for c in read.about["parts"][str(comm.rank)]["communicators"]]
+    assert "gradients of DDP" in labels

@@ -39,6 +39,9 @@ class TraceFile:
     def names(self, category: str, rank: int) -> list[str]:
         return [e["name"] for e in self.spans(category, rank)]
 
+    def counters(self, rank: int) -> list[Event]:
+        return [e for e in self.events if e["ph"] == "C" and e["pid"] == rank]
+
     def check_nesting(self) -> None:
         """Checks that the spans of a lane are nested or disjoint, as viewers require."""
         lanes: dict[tuple[int, int], list[tuple[int, int, str]]] = {}
