@@ -3,8 +3,9 @@
     python -m bench.gpu [--seconds S] [--copy DIR]   tests and benches
     python -m bench.gpu peer F      one part: times the kernels over peer memory, into F
 
-The most wanted parts come first. Each part has a time limit, so one that hangs costs only its own
-time and what earlier parts left over. All parts end within S seconds of the start of this process.
+Parts in one process come first, as they are fast, and leave no process on the GPU that could hinder
+others. Each part has a time limit, so one that hangs costs only its own time and what earlier parts
+left over. All parts end within S seconds of the start of this process.
 After every part the results so far are written to bench/results/<gpu>.json, and the output is in
 build/gpu.log; both are also copied to DIR. A part counts as skipped, with reasons, if all of its
 tests were skipped or if a part that it needs did not pass. Exit code: 0 if all parts passed, 1 if
@@ -68,43 +69,38 @@ def benched(name: str, limit: float, least: str, most: str, *what: str, needs: s
     return Part(name, command, limit, tests=False, needs=needs)
 
 
-OVER_NCCL = ("all_reduce", "--transport", "nccl", "--rounds", "2")
+OVER_NCCL = ("all_reduce", "--transport", "nccl", "--rounds", "2", "--factor", "16")
 MEETING = "two processes meet over NCCL"  # on one GPU, as if on two hosts
 
 PARTS = (
     Part("what is here", (*MAIN, "doctor"), 15, tests=False),
-    pytested("kernels equal the CPU's bits", 75, *SIDE_BY_SIDE, "tests/kernels"),
-    benched("bench of kernels", 70, "4K", "1G", "kernels"),
+    pytested("kernels equal the CPU's bits", 60, *SIDE_BY_SIDE, "tests/kernels"),
+    benched("bench of kernels", 45, "4K", "256M", "kernels", "--factor", "16"),
     pytested("NCCL with virtual ranks", 30, *SIDE_BY_SIDE, "tests/transport/nccl/test_virtual.py"),
-    pytested(MEETING, 35, "tests/transport/nccl/test_meeting.py"),
-    pytested("NCCL with processes", 65, "tests/transport/nccl/test_gpu.py", needs=MEETING),
-    *(  # two processes take turns on one GPU, so large sizes may take long
-        benched(
-            f"bench of NCCL: our schedules beside its own, to {most}",
-            25,
-            least,
-            most,
-            *(*OVER_NCCL, "--algorithm", "ring,direct,nccl"),
-            needs=MEETING,
-        )
-        for least, most in (("64K", "1M"), ("4M", "16M"))
-    ),
     pytested("the engine, on one rank", 40, *SIDE_BY_SIDE, "tests/transport/nccl/test_alone.py"),
-    pytested("peer memory equals the simulator", 45, "tests/transport/test_peer.py"),
-    Part("bench of peer memory", (sys.executable, "-m", "bench.gpu", "peer", "{out}"), 25, False),
-    pytested("processes over peer memory", 35, "tests/transport/test_peer_gpu.py"),
-    benched(
-        "bench of NCCL: ours beside torch's",
-        15,
-        "64K",
-        "1M",
-        *(*OVER_NCCL, "--peer", "torch-nccl"),
-        needs=MEETING,
-    ),
+    pytested("peer memory equals the simulator", 40, "tests/transport/test_peer.py"),
+    Part("bench of peer memory", (sys.executable, "-m", "bench.gpu", "peer", "{out}"), 20, False),
+    # From here on two processes take turns on the GPU, each for milliseconds while it waits for the
+    # other: about one turn for each NCCL group.
+    pytested(MEETING, 45, "tests/transport/nccl/test_meeting.py"),
+    pytested("NCCL with processes", 60, "tests/transport/nccl/test_gpu.py", needs=MEETING),
     Part(
         "a GPT over NCCL",
-        (*MAIN, "train", "--transport", "nccl", "--steps", "20", "--json", "{out}"),
-        *(20, False, MEETING),
+        (*MAIN, "train", "--transport", "nccl", "--steps", "5", "--no-sample", "--json", "{out}"),
+        *(30, False, MEETING),
+    ),
+    pytested("processes over peer memory", 35, "tests/transport/test_peer_gpu.py"),
+    benched(
+        "bench of NCCL: our schedules beside its own",
+        *(30, "64K", "16M"),
+        *(*OVER_NCCL, "--algorithm", "ring,direct,nccl"),
+        needs=MEETING,
+    ),
+    benched(
+        "bench of NCCL: ours beside torch's",
+        *(20, "64K", "1M"),
+        *(*OVER_NCCL, "--peer", "torch-nccl"),
+        needs=MEETING,
     ),
 )
 

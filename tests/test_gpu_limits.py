@@ -13,7 +13,7 @@ from tests.transport.nccl import test_gpu, test_meeting
 
 
 def test_limits_of_all_parts_sum_to_less_than_ten_minutes() -> None:
-    assert sum(p.limit for p in gpu.PARTS) <= gpu.SECONDS
+    assert sum(p.limit for p in gpu.PARTS) <= gpu.SECONDS - 50  # which the build may take
     # 60 s for what has no limit: make's own check for a GPU, and writing the report
     assert gpu.SECONDS + 60 < 600
     assert all("{out}" in p.command for p in gpu.PARTS[1:])
