@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import asdict, replace
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from bench.gpu import PYTEST, main
 from bench.part import Outcome, Part, run
 from ringdp.cli.bench.kernel_cases import CASES, OURS
 from ringdp.cli.bench.kernels import Report, Row
+from ringdp.cli.bench.options import Options
 from ringdp.cli.launch import SignalError
 from ringdp.errors import CollectiveTimeout
 from ringdp.transport.peer import kernels
@@ -60,8 +62,12 @@ def test_without_a_gpu_the_command_fails_with_a_clear_error(
 
 
 def test_kernels_are_tested_first_and_measured_next() -> None:
-    names = [p.name for p in gpu.PARTS]
-    assert names[1:3] == ["kernels equal the CPU's bits", "bench of kernels"]
+    tested, measured = gpu.PARTS[1:3]
+    assert (tested.name, measured.name) == ("kernels equal the CPU's bits", "bench of kernels")
+    given = dict(pairwise(measured.command))
+    factor = int(given["--factor"])
+    sizes = Options("kernels", min=given["--min"], max=given["--max"], factor=factor).sizes
+    assert sizes[-1] >= tables.LARGE  # otherwise the table would have no figures
 
 
 def test_every_gpu_test_is_in_exactly_one_part() -> None:
