@@ -29,7 +29,7 @@ SETTINGS = {
     "NCCL_DEBUG": "WARN",
     "PYTHONFAULTHANDLER": "1",
     "PYTHONUNBUFFERED": "1",
-    # gloo looks up this host's name, which takes 10 s if the name server is out of reach
+    # torch's store looks up the names of clients: 10 s each if the name server is out of reach
     "RES_OPTIONS": "timeout:1 attempts:1",
 }
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h

@@ -25,11 +25,15 @@ def loopback_store(timeout: timedelta = timedelta(minutes=5)) -> TCPStore:
 
 
 def environment(port: int, ranks: int, rank: int | None = None) -> dict[str, str]:
-    """torchrun's environment variables, for ranks that meet at another process's store."""
+    """torchrun's environment variables, for ranks that meet at another process's store.
+
+    Also gloo's network interface: it would look up this host's name for every communicator.
+    """
     own = {} if rank is None else {"RANK": str(rank)}
     return own | {
         "WORLD_SIZE": str(ranks),
         "MASTER_ADDR": HOST,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "GLOO_SOCKET_IFNAME": "lo",
     }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import socket
+import struct
 from datetime import timedelta
 from unittest.mock import Mock
 
@@ -14,7 +16,7 @@ import torch.distributed as dist
 
 import ringdp
 from ringdp import CommunicationError, Communicator
-from ringdp.cli.loopback import loopback_store
+from ringdp.cli.loopback import environment, loopback_store
 from ringdp.comm import store
 from ringdp.comm.rendezvous import _await_group, over
 from tests.comm.test_groups import total
@@ -24,6 +26,7 @@ from tests.ranks import on_ranks
 from tests.transport.test_store_client import Stopped
 
 pytestmark = pytest.mark.process
+SIOCGIFADDR = 0x8915  # linux/sockios.h: an interface's address
 
 
 @on_ranks(3)
@@ -96,6 +99,14 @@ def test_our_stores_listen_only_on_the_loopback(serve):
         serving = loopback_store()
     ((address, _),) = set(sockets(LISTENING)) - set(before)
     assert address == f"0100007F:{serving.port:04X}"
+
+
+def test_gloo_uses_the_loopback_between_ranks_that_we_start() -> None:
+    """Given no interface, it would look up the host's name for every communicator."""
+    name = environment(unused_port(), 2)["GLOO_SOCKET_IFNAME"].encode()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as some:
+        found = fcntl.ioctl(some, SIOCGIFADDR, struct.pack("40s", name))
+    assert socket.inet_ntoa(found[20:24]) == "127.0.0.1"
 
 
 @pytest.fixture
