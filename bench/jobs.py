@@ -8,6 +8,7 @@ from multiprocessing.queues import SimpleQueue
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as processes
 
 from ringdp.cli.loopback import environment, loopback_store
@@ -50,3 +51,5 @@ def _rank(
     found = function(*arguments)
     if rank == 0:
         said.put(found)
+    if dist.is_initialized():  # else gloo's threads may abort the process as it ends
+        dist.destroy_process_group()
