@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -32,6 +33,8 @@ settings.load_profile("any load")
 # sockets are created there, and their paths have at most 107 bytes
 if len(tempfile.gettempdir()) > 60:
     os.environ["TMPDIR"] = tempfile.tempdir = "/tmp"
+# where it is ignored, as in a shell's background jobs, tests of Ctrl-C would wait for ever
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # several threads wait for one another; on a busy machine that takes ten times as long
 torch.set_num_threads(1)
 gc.disable()  # until all is imported: otherwise it traverses the same modules again and again
