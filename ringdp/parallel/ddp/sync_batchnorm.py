@@ -59,12 +59,10 @@ class SyncBatchNorm(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
         if not self.training:
-            mean = self.running_mean
-            if mean is None:
-                return super().forward(input)
-            # In training, too, weight and bias may have another dtype than these.
-            weight, bias = (t if t is None else t.to(mean.dtype) for t in (self.weight, self.bias))
-            return batch_norm(input, mean, self.running_var, weight, bias, eps=self.eps)
+            wide = torch.promote_types(input.dtype, torch.float32)  # as in training
+            own = (self.running_mean, self.running_var, self.weight, self.bias)
+            mean, var, weight, bias = (t if t is None else t.to(wide) for t in own)
+            return batch_norm(input, mean, var, weight, bias, mean is None, eps=self.eps)
         comm = communicator_of(self.process_group, [input])
         y, mean, m2, count = _Normalize.apply(  # type: ignore[no-untyped-call]
             input, self.weight, self.bias, self.eps, comm

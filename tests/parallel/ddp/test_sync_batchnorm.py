@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from itertools import product
 
 import pytest
 import torch
@@ -162,3 +163,16 @@ def test_a_wrong_shape_is_refused(comm: Communicator) -> None:
     for shape in ((3,), (2, 4)):
         with pytest.raises(ringdp.UsageError, match=r"must be \[rows, 3"):
             norm(torch.ones(shape))
+
+
+def test_it_evaluates_in_every_combination_of_dtypes_that_it_trains_in() -> None:
+    """The weights have another than the buffers under Precision."""
+    x, dtypes = torch.tensor([[5.0], [-3.0]]), (torch.bfloat16, torch.float32, torch.float64)
+    for given, of_weights, of_buffers in product(dtypes, repeat=3):
+        norm = SyncBatchNorm(1, eps=0.0).eval()
+        tensors = norm.weight, norm.bias, norm.running_mean, norm.running_var
+        for t, value in zip(tensors, (2.0, 0.5, 1.0, 4.0), strict=True):
+            t.data = torch.full_like(t, value, dtype=of_weights if t.requires_grad else of_buffers)
+        y = norm(x.to(given))
+        assert y.dtype == given
+        assert torch.equal(y.double(), torch.tensor([[4.5], [-3.5]], dtype=torch.float64))
