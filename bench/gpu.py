@@ -3,9 +3,9 @@
     python -m bench.gpu [--seconds S] [--copy DIR]   tests and benches
     python -m bench.gpu peer F      one part: times the kernels over peer memory, into F
 
-Parts in one process come first, as they are fast, and leave no process on the GPU that could hinder
-others. Each part has a time limit, so one that hangs costs only its own time and what earlier parts
-left over. All parts end within S seconds of the start of this process.
+Parts without rank processes come first: they are fast, and leave no process on the GPU that could
+hinder others. Each part has a time limit, so one that hangs costs only its own time and what
+earlier parts left over. All parts end within S seconds of the start of this process.
 After every part the results so far are written to bench/results/<gpu>.json, and the output is in
 build/gpu.log; both are also copied to DIR. A part counts as skipped, with reasons, if all of its
 tests were skipped or if a part that it needs did not pass. Exit code: 0 if all parts passed, 1 if
