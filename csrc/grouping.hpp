@@ -13,6 +13,7 @@ class Grouping {
       : comm_(std::move(comm)), group_(std::move(group)), waits_(waits) {}
 
   nb::object enter() {
+    if (outer_.is_valid()) throw std::runtime_error("a group began twice; allowed: a group() for each block");
     outer_ = comm_.attr("_group");
     collect(group_);
     return group_;

@@ -204,3 +204,14 @@ def test_ctrl_c_as_a_group_begins_or_ends_does_not_leave_it_open(comm: Communica
         finally:
             sys.settrace(None)
     assert interrupted_call > 1
+
+
+@on_ranks(1)
+def test_a_group_begins_once(comm: Communicator) -> None:
+    """Else a second end would leave it open."""
+    group = comm.group()
+    with pytest.raises(RuntimeError, match=r"allowed: a group\(\) for each block"), group, group:
+        pass
+    assert comm._group is None
+    with pytest.raises(RuntimeError, match="began twice"), group:
+        pass
