@@ -39,7 +39,7 @@ class Matching {
 
   // `fd`: a file of `Channels::size` bytes, which is duplicated. `sent`: counts the bytes sent.
   Matching(const Segment& segment, int fd, int rank, std::atomic<std::uint64_t>& sent)
-      : channels_(segment, fd, rank), ranks_(segment.ranks()), depth_(segment.depth()),
+      : channels_(segment, fd, rank), rank_(rank), ranks_(segment.ranks()), depth_(segment.depth()),
         slab_(segment.slab()), sent_(sent), out_(ranks_) {}
 
   // For a forked child.
@@ -85,16 +85,18 @@ class Matching {
     return true;
   }
 
-  // Receives a message that fits into a slab from `from`, or any rank if -1. Returns its sender, or does
-  // nothing and returns kNone if no message waits, or kOther if `receive` must decide.
+  // Receives a message that fits into a slab from `from`, or any rank if -1, which take turns: one that keeps
+  // sending does not keep others waiting. Returns its sender, or does nothing and returns kNone if no message
+  // waits, or kOther if `receive` must decide.
   int receive_now(std::byte* data, std::uint64_t bytes, std::uint64_t kind, int from) {
     if (bytes > slab_) return kOther;
     for (const auto ticket : posted_)
       if (pending_[ticket].kind >> 24 == kind >> 24) return kOther;
     for (const auto& a : arrived_)
       if (a.kind >> 24 == kind >> 24) return kOther;
-    for (int r = 0; r < ranks_; ++r) {
-      if (!(from < 0 ? channels_.reserved(r) : r == from)) continue;
+    for (int i = 1; i <= ranks_; ++i) {
+      const int r = (last_ + i) % ranks_;
+      if (r == rank_ || (from >= 0 && r != from)) continue;
       if (!channels_.reserved(r)) return kOther;
       Envelope* const slot = channels_.front(r);
       if (!slot) continue;
@@ -102,7 +104,7 @@ class Matching {
       if (e.type != kWhole || e.kind != kind || e.bytes != bytes || e.size != bytes) return kOther;
       copy_bytes(data, Fifo<Envelope>::data(*slot), bytes);
       channels_.pop(r);
-      return r;
+      return last_ = r;
     }
     return kNone;
   }
@@ -242,7 +244,7 @@ class Matching {
   }
 
   Channels channels_;
-  int ranks_, depth_;
+  int rank_, ranks_, depth_;
   std::size_t slab_;
   std::atomic<std::uint64_t>& sent_;
   std::unordered_map<std::uint64_t, Request> pending_;  // by ticket: requests that have not ended
@@ -250,6 +252,7 @@ class Matching {
   std::vector<std::deque<Out>> out_;                    // by receiver
   std::list<std::uint64_t> posted_;                     // tickets of buffers without a message
   std::list<Arrived> arrived_;                          // messages without a buffer
+  int last_ = 0;                                        // the sender that `receive_now` received from
   std::map<std::pair<int, std::uint64_t>, std::uint64_t> coming_;  // (sender, id) -> ticket
 };
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock, patch
@@ -242,6 +243,30 @@ def test_short_messages_keep_their_order_behind_others(comm: Communicator) -> No
         assert torch.equal(first, torch.stack([x, x + 1]))
         assert torch.equal(rest, torch.stack([x + 5, x + 2, x + 6]))
         assert torch.equal(whole, long)
+
+
+@on_ranks(3)
+def test_a_rank_that_keeps_sending_does_not_keep_others_waiting(comm: Communicator) -> None:
+    most, x = 100, torch.zeros(4)
+    with comm.duplicate() as other:
+        for _ in range(2):  # at the first receive from any rank, and later
+            sent = {0: 0, 1: 2, 2: 1}[comm.rank]
+            for _ in range(sent):
+                other.send(x, 0)
+            if comm.rank == 0:
+                other.recv(x, 1)
+                other.recv(x, 1)
+            other.barrier()
+            if comm.rank == 1:
+                for _ in range(most):
+                    other.send(x, 0)
+            senders = []
+            for _ in range(most + 1 if comm.rank == 0 else 0):
+                senders.append(other.recv(x))
+                time.sleep(1e-3)  # meanwhile rank 1 fills its channel
+            if comm.rank == 0:
+                assert senders.index(2) < most / 3
+            other.barrier()
 
 
 @pytest.mark.parametrize("given", [torch.zeros(3), torch.zeros(4, dtype=torch.int32)])
