@@ -65,9 +65,9 @@ class Ready {
     const bool any = receives && (!given.root || given.root == Py_None);
     const auto peer = any ? -1 : given.root ? number_of(given.root) : rank_, tag = number_of(given.tag);
     if (tag < 0 || tag >= kTags || peer == rank_ || (peer < 0 && !any)) return PyErr_Clear(), nb::object();
-    if (!mail_.is_valid() || grouped || peer >= ranks_) return {};
+    if (grouped || peer >= ranks_) return {};
     const auto plain = tensors_.plain(given.whole);
-    if (!plain) return {};
+    if (!plain || !mail_.is_valid()) return {};  // in this order: `plain` may run a finalizer that closes
     auto& mail = *nb::inst_ptr<Mailbox>(mail_);
     const auto kind = std::uint64_t(tag) << 24 | kinds_[plain->dtype];
     if (receives) {

@@ -269,6 +269,18 @@ def test_a_rank_that_keeps_sending_does_not_keep_others_waiting(comm: Communicat
             other.barrier()
 
 
+@on_ranks(2)
+def test_a_communicator_that_is_closed_while_it_looks_at_the_tensor(comm: Communicator) -> None:
+    """As a finalizer or another thread may do."""
+    other, x, peer = comm.duplicate(), torch.zeros(4), 1 - comm.rank
+    other.send(x, peer)
+    other.recv(x, peer)
+    y = torch.zeros(4)
+    y.is_neg = lambda: bool(other.close())  # type: ignore[func-returns-value, method-assign]
+    with pytest.raises(ringdp.CommunicationError, match="send on a communicator that has been clo"):
+        other.send(y, peer)
+
+
 @pytest.mark.parametrize("given", [torch.zeros(3), torch.zeros(4, dtype=torch.int32)])
 @on_ranks(2)
 def test_a_short_message_that_does_not_fit_is_a_mismatch(comm: Communicator, given: Tensor) -> None:
