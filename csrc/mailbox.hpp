@@ -86,6 +86,10 @@ class Mailbox {
   }
 
   // See `Matching`.
+  bool has_ended() {
+    const auto lock = turn();
+    return messages_.has_ended();
+  }
   std::vector<std::uint64_t> ended() {
     const auto lock = turn();
     return messages_.ended();

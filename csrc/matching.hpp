@@ -144,6 +144,7 @@ class Matching {
   // Returns whether everything that has arrived from there was taken.
   bool empty(int from) { return channels_.empty(from); }
 
+  bool has_ended() const { return !ended_.empty(); }
   // Returns the tickets that have ended since the last call. Their buffers are not used any more.
   std::vector<std::uint64_t> ended() { return std::exchange(ended_, {}); }
 

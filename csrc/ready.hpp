@@ -59,15 +59,16 @@ class Ready {
   bool grouped = false;  // true: every call is asynchronous
   std::uint64_t messages = 0;  // that `message` has sent or received
 
-  // Sends or receives a message if that takes but a moment. Else returns null and does nothing.
-  nb::object message(Method method, const Arguments& given) {
+  // Sends or receives a message of `comm` if that takes but a moment. Else returns null and does nothing.
+  nb::object message(nb::handle comm, Method method, const Arguments& given) {
     const bool receives = method == Method::recv;
     const bool any = receives && (!given.root || given.root == Py_None);
     const auto peer = any ? -1 : given.root ? number_of(given.root) : rank_, tag = number_of(given.tag);
     if (tag < 0 || tag >= kTags || peer == rank_ || (peer < 0 && !any)) return PyErr_Clear(), nb::object();
-    if (grouped || peer >= ranks_) return {};
+    if (!mail_.is_valid() || grouped || peer >= ranks_) return {};
+    if (nb::inst_ptr<Mailbox>(mail_)->has_ended()) comm.attr("_transport").attr("release")();
     const auto plain = tensors_.plain(given.whole);
-    if (!plain || !mail_.is_valid()) return {};  // in this order: `plain` may run a finalizer that closes
+    if (!plain || !mail_.is_valid()) return {};  // Python, which both may run, may have closed it
     auto& mail = *nb::inst_ptr<Mailbox>(mail_);
     const auto kind = std::uint64_t(tag) << 24 | kinds_[plain->dtype];
     if (receives) {

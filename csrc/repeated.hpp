@@ -64,7 +64,7 @@ inline nb::object again(const Repeated& self, PyObject* const* args, Py_ssize_t 
   static PyTypeObject* const type = reinterpret_cast<PyTypeObject*>(nb::type<Ready>().ptr());
   if (Py_TYPE(ready.ptr()) != type) return {};
   auto& cache = *nb::inst_ptr<Ready>(ready);
-  return message ? cache.message(method, arguments) : cache.again(args[0], method, arguments);
+  return message ? cache.message(args[0], method, arguments) : cache.again(args[0], method, arguments);
 }
 
 inline PyObject* call_repeated(PyObject* self, PyObject* const* args, std::size_t flags, PyObject* names) {

@@ -245,6 +245,23 @@ def test_short_messages_keep_their_order_behind_others(comm: Communicator) -> No
         assert torch.equal(whole, long)
 
 
+@on_ranks(2)
+def test_short_messages_let_go_of_the_tensors_of_earlier_ones(comm: Communicator) -> None:
+    x = torch.zeros(4)
+    with comm.duplicate() as other:
+        if comm.rank == 0:
+            other.isend(torch.zeros(LARGE), 1)
+        else:
+            other.recv(torch.zeros(LARGE), 0)
+        comm.barrier()
+        if comm.rank == 0:
+            assert len(other._transport.messages) == 1
+            other.send(x, 1)
+        else:
+            other.recv(x, 0)
+        assert not other._transport.messages
+
+
 @on_ranks(3)
 def test_a_rank_that_keeps_sending_does_not_keep_others_waiting(comm: Communicator) -> None:
     most, x = 100, torch.zeros(4)
