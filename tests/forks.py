@@ -63,8 +63,8 @@ class Forks:
     def succeed(self, size: int, function: Callable[..., Any], *arguments: Any) -> None:
         """Calls `function(comm, *arguments)`, which must not raise."""
         ended = self(size, report_errors, named(function), *arguments)
-        errors = [text for rank in ended for text in rank.reported]
-        assert [rank.code for rank in ended] == [0] * size, "\n".join(errors)
+        errors = sorted(error for rank in ended for error in rank.reported)
+        assert [rank.code for rank in ended] == [0] * size, "\n".join(text for _, text in errors)
 
     def close(self) -> None:
         self.pipe.close()
@@ -79,7 +79,7 @@ def report_errors(
     try:
         getattr(importlib.import_module(module), name)(comm, *arguments)
     except BaseException:  # as pytest.fail's
-        report(traceback.format_exc())
+        report((time.monotonic(), f"rank {comm.rank} raised:\n{traceback.format_exc()}"))
         raise
 
 

@@ -36,7 +36,9 @@ TIMEOUT = 600.0  # seconds; on a busy machine one call, with its imports, has ta
 # tensor operation and start no CUDA driver: their threads do not survive a fork.
 SPAWN = multiprocessing.get_context("spawn")
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["tests.ranks", "pytest", "ringdp.cli.train", "torch._dynamo"])
+SERVER.set_forkserver_preload(
+    ["tests.rewriting", "tests.ranks", "ringdp.cli.train", "torch._dynamo"]
+)
 
 # torch's store looks up the name of every host that connects, this one included. If a query to the
 # name server is lost, the store gives no answer for 5 s; with this setting 1 s. Processes started
@@ -166,6 +168,8 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, timeout: float) ->
     os.environ |= environment(port, size, rank)
     import pytest  # pytest.fail.Exception is no subclass of Exception
     import torch
+
+    import tests.rewriting  # noqa: F401
 
     torch.set_num_threads(1)
     comm = ringdp.init(timeout=timeout)
