@@ -209,10 +209,12 @@ def test_a_completed_call_does_not_raise_a_later_failure(comm: Communicator) -> 
     os.kill(pid, signal.SIGSTOP)
     while "stopped" not in process_state(pid):
         time.sleep(0.01)
-    comm.broadcast(x, root=1)
-    with pytest.raises(ringdp.CollectiveTimeout):
-        comm.all_reduce(late, async_op=True).wait(TIMEOUT)
-    os.kill(pid, signal.SIGCONT)
+    try:
+        comm.broadcast(x, root=1)
+        with pytest.raises(ringdp.CollectiveTimeout):
+            comm.all_reduce(late, async_op=True).wait(TIMEOUT)
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 @on_ranks(2, pool="forked")
