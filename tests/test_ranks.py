@@ -16,6 +16,6 @@ def test_a_failed_assert_of_one_rank_shows_its_values(
     request: pytest.FixtureRequest, pool: str
 ) -> None:
     ranks = request.getfixturevalue(pool)(2)
-    with pytest.raises(AssertionError, match="^rank 1 raised") as error:
+    with pytest.raises(AssertionError, match=r"^rank 1 raised") as error:
         ranks(wait_for_a_rank_that_fails)
     assert "AssertionError: assert [1] == [0]" in str(error.value).partition("rank 0 raised")[0]
