@@ -1,8 +1,12 @@
 """A test on ranks fails when one of them does, and shows that rank's error first."""
 
+import time
+
 import pytest
 
 from ringdp import Communicator
+from tests.forks import CALL_TIMEOUT
+from tests.transport.over import over
 
 
 def wait_for_a_rank_that_fails(comm: Communicator) -> None:
@@ -19,3 +23,11 @@ def test_a_failed_assert_of_one_rank_shows_its_values(
     with pytest.raises(AssertionError, match=r"^rank 1 raised") as error:
         ranks(wait_for_a_rank_that_fails)
     assert "AssertionError: assert [1] == [0]" in str(error.value).partition("rank 0 raised")[0]
+
+
+@pytest.mark.process
+def test_others_do_not_wait_for_a_rank_that_has_failed_over_another_transport(fresh_ranks) -> None:
+    start = time.monotonic()
+    with pytest.raises(AssertionError, match=r"^rank 1 raised"):
+        fresh_ranks(2)(over, "peer-host", wait_for_a_rank_that_fails)
+    assert time.monotonic() - start < CALL_TIMEOUT

@@ -25,7 +25,11 @@ def init_over(comm: Communicator, transport: str, timeout: float = CALL_TIMEOUT)
 
 def over(comm: Communicator, transport: str, function: Callable[..., Any], *arguments: Any) -> Any:
     other = init_over(comm, transport)
-    result = function(other, *arguments)
+    try:
+        result = function(other, *arguments)
+    except BaseException:
+        other.abort()  # otherwise the others would wait for this rank until their timeout
+        raise
     comm.barrier()  # otherwise a rank that is still in it would report this rank lost
     other.close()
     return result
