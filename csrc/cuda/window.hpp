@@ -9,8 +9,8 @@
 // and poll local memory. The counters only grow: message k of a channel lies in slot k mod depth, and
 // may be written once taken > k - depth.
 //
-// Every wait ends: by the counter, by a timeout, or by `stop`, which a failed rank writes in all
-// windows.
+// Every wait ends: by the counter, by a timeout, by `stop`, which a failed rank writes in all windows, or
+// by the rank's own failure word, which another channel or the host has written.
 #pragma once
 
 #include "target.hpp"
@@ -110,6 +110,7 @@ struct Channel {
       if (spins % 64 == 0) {
         const u64 stopper = load_relaxed(stop(job->rank)), now = nanoseconds();
         if (stopper != 0) return fail(Fault::stopped, int(stopper) - 1);
+        if (load_relaxed(job->failure) != 0) return false;
         if (start == 0) start = now;
         if (now - start > u64(job->timeout)) return fail(Fault::timeout, peer);
       }

@@ -55,8 +55,6 @@ def test_each_rank_can_write_to_the_others_windows() -> None:
     assert len(set(windows.addresses)) == 2
     ctypes.memmove(windows.addresses[1] + 5, b"hello", 5)
     assert os.pread(fd, 5, 5) == b"hello"
-    windows.stop(7)
-    assert ctypes.c_int64.from_address(windows.addresses[0]).value == 7
     mapped = Path("/proc/self/maps")
     windows.close()
     assert mapped.read_text(encoding="utf-8").count("memfd:ringdp-window") == 1
@@ -133,17 +131,13 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     def on(device: object) -> Iterator[None]:
         yield
 
-    stream = SimpleNamespace(ptr=77, synchronize=lambda: runtime.calls.append(("stream",)))
-    cuda = SimpleNamespace(runtime=runtime, Device=on, Stream=lambda non_blocking: stream)
+    cuda = SimpleNamespace(runtime=runtime, Device=on)
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(torch.cuda, "device", on)
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     return runtime
 
 
-def test_windows_on_gpus_are_mapped_by_their_handles(
-    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_windows_on_gpus_are_mapped_by_their_handles(runtime: Runtime) -> None:
     theirs, published = bytes([5]) * HANDLE_BYTES, StubHandshake((bytes([5]) * HANDLE_BYTES).hex())
     windows = CudaWindows(torch.device("cuda:1"), published, SIZE)
     own = 1 << 30
@@ -157,12 +151,6 @@ def test_windows_on_gpus_are_mapped_by_their_handles(
         ("open", theirs, 1),
         ("memcpy", (1 << 40) + 8, 2),
     ]
-    runtime.calls.clear()
-    # pinning may wait for the kernel that must be stopped
-    monkeypatch.delattr(torch.Tensor, "pin_memory")
-    windows.stop(3)
-    ((name, to, _, *rest), waited) = runtime.calls
-    assert (name, to, rest, waited) == ("memcpyAsync", own, [8, 1, 77], ("stream",))
     runtime.calls.clear()
     windows.close()
     windows.free()

@@ -46,6 +46,11 @@ class FailureWord(NamedTuple):
     round: int
 
 
+def stopped(rank: int) -> int:
+    """The failure word with which a rank's host stops its own kernels."""
+    return Fault.STOPPED | rank << 16
+
+
 def decoded(word: int) -> FailureWord:
     """Decode a failure word, which is not 0."""
     fault, *where = (word >> shift & 0xFFFF for shift in (0, 16, 32, 48))

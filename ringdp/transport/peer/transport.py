@@ -77,7 +77,8 @@ class PeerTransport(DeviceTransport):
     def _join(self) -> None:
         self._counts = self._streams.sent(torch.zeros(self._shape.counts, dtype=torch.int64))
         self._table = self._streams.sent(torch.tensor(self._windows.addresses))
-        # The kernel writes it and the host polls it, so on a GPU it is pinned host memory.
+        # Kernel and host both write and poll it, so on a GPU it is pinned host memory: a copy to
+        # the GPU might wait for the very kernel that it has to end.
         self._failure = torch.zeros(1, dtype=torch.int64)
         if self.device.type == "cuda":
             self._failure = self._failure.pin_memory()
@@ -162,7 +163,7 @@ class PeerTransport(DeviceTransport):
     def _leave_device(self, *, hangs: bool) -> None:
         replays = bool(self._captured)  # graphs may replay, and nothing here sees their end
         if hangs or replays:
-            self._windows.stop(self.rank + 1)
+            self._failure[0] = jobs.stopped(self.rank)
         with self._launching:
             pass  # a launch under way is over, and on the host its kernel; later ones are refused
         self._streams.drain()

@@ -31,10 +31,6 @@ class Windows(Protocol):
     addresses: list[int]
     """The address of every rank's window in this rank's address space."""
 
-    def stop(self, word: int) -> None:
-        """Write `word`, which is not 0, to the stop word that the rank's own kernel polls."""
-        ...
-
     def close(self) -> None:
         """Unmap the others' windows."""
         ...
@@ -62,9 +58,6 @@ class HostWindows:
             os.close(fd)
         self._rank = rank
         self.addresses = [m.data_ptr() for m in self._mapped.values()]
-
-    def stop(self, word: int) -> None:
-        self._mapped[self._rank][:8].view(torch.int64)[0] = word
 
     def close(self) -> None:
         self._mapped = {self._rank: self._mapped[self._rank]}
@@ -114,9 +107,6 @@ class CudaWindows:
         self._mapped = dict[int, int]()
         try:
             with self._on():
-                self._stream = cupy.cuda.Stream(non_blocking=True)
-                # Allocated now: pinning may wait for the very kernel that `stop` has to end.
-                self._word = torch.zeros(1, dtype=torch.int64).pin_memory()
                 self._mapped[rank] = own = self._cuda.malloc(size)
                 self._cuda.memset(own, 0, size)
                 mark = torch.tensor([size, rank])
@@ -159,14 +149,6 @@ class CudaWindows:
                 f"what rank {rank} has shared begins with {found.tolist()}: it is no window of "
                 f"{size} bytes of rank {rank}"
             )
-
-    def stop(self, word: int) -> None:
-        """Write the stop word while the kernel runs, by a copy, which needs no multiprocessor."""
-        with self._on():
-            self._word[0] = word
-            own, stream, host = self._mapped[self._rank], self._stream, self._word
-            self._cuda.memcpyAsync(own, host.data_ptr(), host.nbytes, TO_DEVICE, stream.ptr)
-            stream.synchronize()
 
     def close(self) -> None:
         with self._on():
