@@ -7,6 +7,10 @@ the share of S that every rank must send, so busbw compares with a link's speed.
 In the `_v` forms rank r's part is r + 1 times as large as rank 0's. In all_to_all_v each rank cuts
 its input so for the ranks from itself on, so every rank also receives S. `bus` is then the share
 that the busiest rank must send or receive: all but the smallest part.
+
+In `send` a message goes round all ranks, from rank 0, each of which sends its own S on when it has
+received the one before. Its time is that of one message, 1/n of the lap: on 2 ranks half the round
+trip, as in the OSU benchmarks.
 """
 
 from __future__ import annotations
@@ -72,6 +76,7 @@ class Case(NamedTuple):
     result: Result  # None if a rank gets nothing
     reduces: bool = False
     parts: Parts | None = None  # that a buffer is cut into
+    lap: bool = False  # a call is n messages, one after the other, and the time is that of one
 
     def units(self, n: int) -> int:
         """What the count is a multiple of."""
@@ -216,7 +221,15 @@ EVEN: dict[str, Case] = {
     **_in_parts(even),
 }
 UNEVEN = {f"{name}_v": case for name, case in _in_parts(uneven).items()}
-CASES = EVEN | UNEVEN
+LAP = Case(
+    takes=whole,
+    gives=whole,
+    bus=all_of,
+    moves=lambda n, registered: Moves(pulled=1.0),
+    result=lambda inputs, rank, n, op: inputs((rank - 1) % n),
+    lap=True,
+)
+CASES = EVEN | UNEVEN | {"send": LAP}
 
 
 def _part_folded(inputs: Inputs, rank: int, n: int, op: str) -> Tensor:

@@ -75,6 +75,15 @@ class Failure(NamedTuple):
     traceback: str
 
 
+def lap(
+    rank: int, n: int, send: Callable[[int], object], recv: Callable[[int], object]
+) -> Callable[[], object]:
+    """One rank's part in a lap of `send`: see `cases`."""
+    calls = partial(send, (rank + 1) % n), partial(recv, (rank - 1) % n)
+    first, second = calls if rank == 0 else calls[::-1]
+    return lambda: (first(), second())
+
+
 OUR_CALLS: dict[str, Callable[[Communicator, Buffers, ReduceOp], Callable[..., object]]] = {
     "all_reduce": lambda c, b, op: partial(c.all_reduce, b.input, op),
     "reduce_scatter": lambda c, b, op: partial(c.reduce_scatter, b.output, b.input, op),
@@ -98,6 +107,9 @@ OUR_CALLS: dict[str, Callable[[Communicator, Buffers, ReduceOp], Callable[..., o
     ),
     "all_to_all_v": lambda c, b, op: partial(
         c.all_to_all_v, b.output, b.input, *exchanged(len(b.input), c.size, c.rank)
+    ),
+    "send": lambda c, b, op: lap(
+        c.rank, c.size, partial(c.send, b.input), partial(c.recv, b.output)
     ),
 }
 
@@ -150,6 +162,12 @@ TORCH_CALLS: dict[str, Callable[[Buffers, str], Callable[[], object]]] = {
         b.output,
         b.input,
         *exchanged(len(b.input), dist.get_world_size(), dist.get_rank()),
+    ),
+    "send": lambda b, op: lap(
+        dist.get_rank(),
+        dist.get_world_size(),
+        partial(dist.send, b.input),
+        partial(dist.recv, b.output),
     ),
 }
 

@@ -12,7 +12,7 @@ from typing import Any
 from mpi4py import MPI
 
 from ringdp.cli.bench.cases import Task, exchanged, part_sizes, uneven
-from ringdp.cli.bench.contenders import Buffers, Contender
+from ringdp.cli.bench.contenders import Buffers, Contender, lap
 
 OPS = {"sum": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
 Array = Any  # numpy's, of any dtype
@@ -35,6 +35,7 @@ CALLS: dict[str, Callable[[MPI.Comm, Array, Array, MPI.Op], Callable[[], object]
         c.Alltoallv,
         *reversed([*zip((o, i), exchanged(len(i), c.size, c.rank), strict=True)]),
     ),
+    "send": lambda c, i, o, op: lap(c.rank, c.size, partial(c.Send, i), partial(c.Recv, o)),
 }
 
 

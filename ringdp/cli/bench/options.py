@@ -28,7 +28,8 @@ class Options:
     """Time a collective beside other libraries, the cost model's prediction and the physical bound,
     with every result checked; or `kernels` beside torch's ways and a plain copy. `error` counts how
     far the sums of each algorithm are from float64's. Where a collective's name ends in _v, rank
-    r's part is r + 1 times as large as rank 0's, and the cost model predicts nothing."""
+    r's part is r + 1 times as large as rank 0's. In `send` a message goes round all ranks, and its
+    time is 1/n of the lap: with 2 ranks, half the round trip. The cost model predicts neither."""
 
     collective: Annotated[str, Argument(help=", ".join(MEASURED))]
     ranks: Annotated[int, Option(help="processes of each contender")] = 2
@@ -126,9 +127,10 @@ def check(options: Options) -> None:
             f"--min is {options.min}; allowed: at least {case.units(options.ranks)} "
             f"{options.dtype}, as {options.ranks} ranks share them"
         )
-    if options.collective == "all_to_all_v" and options.algorithm != Options.algorithm:
-        raise UsageError("--algorithm: all_to_all_v takes none; allowed: auto")
-    for algorithm in options.algorithms:
+    without = options.collective in ("all_to_all_v", "send")
+    if without and options.algorithm != Options.algorithm:
+        raise UsageError(f"--algorithm: {options.collective} takes none; allowed: auto")
+    for algorithm in () if without else options.algorithms:
         if algorithm != LIBRARYS or not any(map(has_own, options.transports)):
             priced(options.collective.removesuffix("_v"), algorithm, options.ranks)
     for peer in options.peers:

@@ -16,7 +16,7 @@ from typing import Any, cast, get_args
 
 import numpy as np
 
-from ringdp.cli.bench.cases import CASES, UNEVEN, Task
+from ringdp.cli.bench.cases import CASES, EVEN, Task
 from ringdp.comm.rendezvous import TransportName
 from ringdp.errors import UsageError
 from ringdp.schedule import Collective, proved
@@ -44,7 +44,7 @@ class Row:
     p80_us: float
     algbw: float  # GB/s
     busbw: float
-    predicted_us: float | None  # None for uneven parts and other libraries' algorithms
+    predicted_us: float | None  # None for uneven parts, `send`, and other libraries' algorithms
     bound_us: float | None  # None on a GPU
     wrong: int  # elements
     calls: int = 0  # timed calls of all rounds; 0 in files that predate this field
@@ -55,7 +55,7 @@ class Row:
 
     @property
     def modelled(self) -> bool:
-        return self.ours and self.algorithm != LIBRARYS and self.collective not in UNEVEN
+        return self.ours and self.algorithm != LIBRARYS and self.collective in EVEN
 
     @property
     def built_in(self) -> bool:
@@ -83,7 +83,8 @@ def measured(
     bound: float | None,  # s
     wrong: int,
 ) -> Row:
-    us = np.array(times) * 1e6
+    case = CASES[task.collective]
+    us = np.array(times) * 1e6 / (ranks if case.lap else 1)
     least, p20, p50, p80 = (round(float(x), 3) for x in np.percentile(us, (0, 20, 50, 80)))
     algbw = task.size / p50 / 1e3
     return Row(
@@ -99,7 +100,7 @@ def measured(
         p50_us=p50,
         p80_us=p80,
         algbw=float(f"{algbw:.4g}"),
-        busbw=float(f"{algbw * CASES[task.collective].bus(ranks):.4g}"),
+        busbw=float(f"{algbw * case.bus(ranks):.4g}"),
         predicted_us=None,
         bound_us=None if bound is None else round(bound * 1e6, 3),
         wrong=wrong,

@@ -60,6 +60,8 @@ def reference(collective: str, inputs: list[np.ndarray], rank: int) -> np.ndarra
             return np.concatenate(parts)
         case "pull":
             return stacked[(rank + 1) % N]
+        case "send":
+            return stacked[(rank - 1) % N]
         case "copy":
             return stacked[rank]
     return None

@@ -34,7 +34,7 @@ from tests.waiting import wait_until
 RINGDP = str(Path(sys.executable).with_name("ringdp"))
 REFUSED = {
     "collective": (["all_reduc"], "COLLECTIVE is 'all_reduc'; allowed: all_reduce, "),
-    "what else it times": (["kernel"], "all_to_all_v, kernels, error"),
+    "what else it times": (["kernel"], "all_to_all_v, send, kernels, error"),
     "ranks": (["all_reduce", "--ranks", "1"], "--ranks is 1; allowed: a whole number from 2"),
     "min": (["all_reduce", "--min", "1X"], "--min is '1X'; allowed: bytes, as in 4096, 1K"),
     "min of thousands of digits": (["all_reduce", "--min", "9" * 5000], "99'; allowed: bytes, as"),
@@ -51,6 +51,10 @@ REFUSED = {
     "algorithm of all_to_all_v": (
         ["all_to_all_v", "--algorithm", "direct"],
         "--algorithm: all_to_all_v takes none; allowed: auto",
+    ),
+    "algorithm of messages": (
+        ["send", "--algorithm", "direct"],
+        "--algorithm: send takes none; allowed: auto",
     ),
     "algorithm of uneven parts": (
         ["gather_v", "--algorithm", "ring"],

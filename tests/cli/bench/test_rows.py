@@ -43,10 +43,17 @@ def test_predictions_equal_the_model_that_made_the_times() -> None:
             assert r.predicted_us is None
 
 
-def test_uneven_parts_have_no_prediction() -> None:
-    uneven = row(collective="all_to_all_v", predicted_us=None)
-    assert predicted([uneven]) == [uneven]
-    assert not uneven.built_in
+@pytest.mark.parametrize("name", ["all_to_all_v", "send"])
+def test_uneven_parts_and_messages_have_no_prediction(name: str) -> None:
+    unpriced = row(collective=name, predicted_us=None)
+    assert predicted([unpriced]) == [unpriced]
+    assert not unpriced.built_in
+
+
+def test_the_time_of_a_send_is_that_of_one_message_of_a_lap() -> None:
+    task = Task("send", "auto", False, "float32", "sum", count=1000)
+    r = measured(task, "shm", 4, [8e-6], bound=1e-6, wrong=0)
+    assert (r.p50_us, r.algbw, r.busbw, r.bound_us) == (2, 2, 2, 1)
 
 
 def test_registered_buffers_are_fitted_separately() -> None:
