@@ -22,7 +22,8 @@
 
 namespace ringdp {
 
-// The repeated methods of a communicator, in the order of transport.repeated.METHODS.
+// The repeated methods of a communicator, in the order of transport.repeated.METHODS. The forms with uneven
+// parts (exchanges only) are told by their sizes.
 enum class Method {
   all_reduce,
   reduce_scatter,

@@ -1,10 +1,12 @@
 // Runs repeated calls from a cache, without the Python work of the first call. A call is repeated if its
-// collective, dtype, length, op, root, tag and algorithm are the same. Messages need no cache.
+// collective, dtype, length, op, root, tag, algorithm and sizes of parts are the same. Messages need no
+// cache.
 #pragma once
 
 #include <nanobind/nanobind.h>
 
 #include <cstring>
+#include <map>
 #include <string_view>
 #include <unordered_map>
 
@@ -19,6 +21,8 @@ namespace ringdp {
 struct Arguments {
   PyObject *whole, *part, *op, *root, *tag, *algorithm;
   bool async;  // async_op
+  const std::int64_t* bounds = nullptr;  // of parts whose sizes are given: [ranks + 1], then the output's
+  std::int64_t parts = 0;                // the number of these bounds in `Ready`, or 0
 };
 
 class Ready {
@@ -27,13 +31,21 @@ class Ready {
       : rank_(rank), ranks_(ranks), tensors_(table, tensor, parameter), mail_(std::move(mail)) {}
 
   // Caches a call whose `whole` has so many elements; `op` and `algorithm` are the user's arguments.
+  // `bounds`: of parts whose sizes are given, in the whole and then, for an all_to_all, in the output.
   void remember(int method, int dtype, std::int64_t elements, std::string_view op, std::int64_t root,
-                std::int64_t tag, nb::object algorithm, nb::object prepared) {
+                std::int64_t tag, nb::object algorithm, std::vector<std::int64_t> bounds,
+                nb::object prepared) {
     auto* const by = identity(algorithm.ptr());
     if (!by) return;
     if (known_.size() >= kMost) drop();
     auto* const what = nb::cast<Prepared*>(prepared);
-    const Key key{Method(method), dtype, elements, packed(op), root, tag, by};
+    std::int64_t parts = 0;
+    if (!bounds.empty()) {
+      const auto [at, is_new] = parts_.try_emplace(std::move(bounds), last_parts_ + 1);
+      last_parts_ += is_new;
+      parts = at->second;
+    }
+    const Key key{Method(method), dtype, elements, packed(op), root, tag, by, parts};
     known_[key] = {what, std::move(prepared), nb::borrow(by)};
   }
 
@@ -82,6 +94,17 @@ class Ready {
     return method == Method::isend ? ended_ : nb::none();
   }
 
+  // `again` for parts of these sizes; `received`: those of an all_to_all's output, else null.
+  nb::object again(nb::handle comm, Method method, Arguments arguments, PyObject* sizes, PyObject* received) {
+    std::vector<std::int64_t> bounds;
+    if (!bounded(sizes, bounds) || (received && !bounded(received, bounds)))
+      return PyErr_Clear(), nb::object();
+    const auto at = parts_.find(bounds);
+    if (at == parts_.end()) return {};
+    arguments.bounds = bounds.data(), arguments.parts = at->second;
+    return again(comm, method, arguments);
+  }
+
   // Runs or starts the call of `comm` and returns its result, if it is cached and its tensors can be used as
   // buffers. Else returns null and does nothing.
   nb::object again(nb::handle comm, Method method, Arguments arguments) {
@@ -93,7 +116,8 @@ class Ready {
     if (!op || root < 0 || tag < 0 || !by) return PyErr_Clear(), nb::object();
     const auto given = buffers(method, arguments, root == rank_);
     if (!given) return {};
-    const Known* const found = find({method, given->dtype, given->elements, op, root, tag, by});
+    const Known* const found =
+        find({method, given->dtype, given->elements, op, root, tag, by, arguments.parts});
     if (!found) return {};
     Prepared& prepared = *found->prepared;
     const nb::object alive = found->object;
@@ -120,7 +144,7 @@ class Ready {
   }
 
  private:
-  static constexpr std::int64_t kTags = 1ll << 31;
+  static constexpr std::int64_t kTags = 1ll << 31, kMostElements = 1ll << 56;
   static constexpr Py_ssize_t kLetters = 4;    // of the longest op
   static constexpr std::size_t kMost = 4096;  // cached calls; when full, all are dropped
   static constexpr std::size_t kRecent = 64;  // entries of a direct-mapped cache in front of the map
@@ -131,9 +155,10 @@ class Ready {
     std::uint64_t op;
     std::int64_t root, tag;
     const PyObject* algorithm;
+    std::int64_t parts;  // the number of their bounds in `parts_`, or 0 if no sizes are given
     bool operator==(const Key& o) const {
       return method == o.method && dtype == o.dtype && elements == o.elements && op == o.op &&
-             root == o.root && tag == o.tag && algorithm == o.algorithm;
+             root == o.root && tag == o.tag && algorithm == o.algorithm && parts == o.parts;
     }
   };
   struct Known {
@@ -143,7 +168,7 @@ class Ready {
   struct Hash {
     std::size_t operator()(const Key& k) const {
       std::uint64_t h = k.op ^ reinterpret_cast<std::uintptr_t>(k.algorithm);
-      for (std::uint64_t part : {k.root << 16 | int(k.method) << 8 | k.dtype, k.elements, k.tag})
+      for (std::uint64_t part : {k.root << 16 | int(k.method) << 8 | k.dtype, k.elements, k.tag, k.parts})
         h = (h ^ part) * 0x9e3779b97f4a7c15, h ^= h >> 32;
       return h;
     }
@@ -151,6 +176,7 @@ class Ready {
 
   void drop() {
     recent_.fill({});
+    parts_.clear();
     const auto gone = std::exchange(known_, {});  // destroyed last: an algorithm's finalizer may call us
   }
 
@@ -168,18 +194,38 @@ class Ready {
     }
     if (!(one = tensors_.plain(arguments.part))) return std::nullopt;
     const Prepared::Buffer part{arguments.part, one->data};
-    const auto elements = method == Method::all_to_all ? one->elements : one->elements * ranks_;
+    const bool exchanged = method == Method::all_to_all;
+    auto elements = exchanged ? one->elements : one->elements * ranks_, before = rank_ * one->elements;
+    if (const auto* const bounds = arguments.bounds) {
+      elements = bounds[ranks_], before = bounds[rank_];
+      if (one->elements != (exchanged ? bounds[2 * ranks_ + 1] : bounds[rank_ + 1] - before))
+        return std::nullopt;
+    }
     if (!all) return Given{nothing(), part, one->dtype, elements, 0, one->bytes, true};
     if (one->dtype != all->dtype || elements != all->elements) return std::nullopt;
     const bool apart = one->data + one->bytes <= all->data || all->data + all->bytes <= one->data;
-    const bool must_be = method == Method::all_to_all || method == Method::scatter;
-    if (!apart && (must_be || one->data != all->data + rank_ * one->bytes)) return std::nullopt;
+    const bool must_be = exchanged || method == Method::scatter;
+    if (!apart && (must_be || one->data != all->data + before * all->bytes / elements)) return std::nullopt;
     return Given{{arguments.whole, all->data}, part, all->dtype, elements, all->bytes, one->bytes, apart};
   }
 
   // Returns a root or a tag, by default 0, or -1 if it is not an int.
   static std::int64_t number_of(PyObject* given) {
     return !given ? 0 : PyLong_Check(given) ? PyLong_AsLongLong(given) : -1;
+  }
+
+  // Appends the bounds of parts of these sizes. Returns false unless they are a list or tuple of an int for
+  // each rank; Python decides on any other.
+  bool bounded(PyObject* sizes, std::vector<std::int64_t>& bounds) const {
+    if (!(PyList_CheckExact(sizes) || PyTuple_CheckExact(sizes)) || PySequence_Size(sizes) != ranks_)
+      return false;
+    bounds.push_back(0);
+    for (int r = 0; r < ranks_; ++r) {
+      const auto size = number_of(nb::steal(PySequence_GetItem(sizes, r)).ptr());
+      if (size < 0 || size > kMostElements || bounds.back() > kMostElements) return false;
+      bounds.push_back(bounds.back() + size);
+    }
+    return true;
   }
 
   // Looks up a call, first in `recent_`: the map alone would take a twentieth of a small call.
@@ -225,6 +271,8 @@ class Ready {
   int rank_, ranks_;
   Tensors tensors_;
   std::unordered_map<Key, Known, Hash> known_;
+  std::map<std::vector<std::int64_t>, std::int64_t> parts_;  // numbers, never used twice, by bounds
+  std::int64_t last_parts_ = 0;
   std::array<std::pair<Key, const Known*>, kRecent> recent_{};
   nb::object ended_, token_, mail_;  // no `mail_`: closed
   std::vector<std::uint64_t> kinds_;

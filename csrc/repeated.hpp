@@ -15,13 +15,31 @@ struct Repeated {
   int method;
 };
 
-// Positions of a call's arguments after `self`, by method; 0: it has none.
+// Positions of a call's arguments after `self`, by method; 0: it has none. `sizes`: of the parts of the
+// whole, which may be uneven; `received`: of an all_to_all's output.
 struct Places {
-  int whole, part, op, root;
+  Method method;
+  int whole, part, op, root, sizes = 0, received = 0;
 };
-constexpr Places kArguments[] = {{1, 0, 2, 0}, {2, 1, 3, 0}, {1, 2, 0, 0}, {2, 1, 0, 0},
-                                 {1, 0, 0, 2}, {1, 0, 3, 2}, {1, 2, 0, 3}, {2, 1, 0, 3}, {0, 0, 0, 0},
-                                 {1, 0, 0, 2}, {1, 0, 0, 2}, {1, 0, 0, 2}};
+constexpr Places kArguments[] = {  // in the order of transport.repeated.METHODS
+    {Method::all_reduce, 1, 0, 2, 0},
+    {Method::reduce_scatter, 2, 1, 3, 0},
+    {Method::all_gather, 1, 2, 0, 0},
+    {Method::all_to_all, 2, 1, 0, 0},
+    {Method::broadcast, 1, 0, 0, 2},
+    {Method::reduce, 1, 0, 3, 2},
+    {Method::gather, 1, 2, 0, 3},
+    {Method::scatter, 2, 1, 0, 3},
+    {Method::barrier, 0, 0, 0, 0},
+    {Method::send, 1, 0, 0, 2},
+    {Method::isend, 1, 0, 0, 2},
+    {Method::recv, 1, 0, 0, 2},
+    {Method::reduce_scatter, 2, 1, 4, 0, 3},
+    {Method::all_gather, 1, 2, 0, 0, 3},
+    {Method::gather, 1, 2, 0, 4, 3},
+    {Method::scatter, 2, 1, 0, 4, 3},
+    {Method::all_to_all, 2, 1, 0, 0, 4, 3},
+};
 
 // Returns the call's result, or null, having done nothing.
 inline nb::object again(const Repeated& self, PyObject* const* args, Py_ssize_t count, PyObject* names) {
@@ -34,12 +52,12 @@ inline nb::object again(const Repeated& self, PyObject* const* args, Py_ssize_t 
   static PyObject* const async_name = PyUnicode_InternFromString("async_op");
   static PyObject* const algorithm_name = PyUnicode_InternFromString("algorithm");
   static PyObject* const ready_name = PyUnicode_InternFromString("_ready");
-  const Places at = kArguments[self.method];
-  const auto method = Method(self.method);
+  const Places& at = kArguments[self.method];
+  const Method method = at.method;
   const bool message = method >= Method::send;
   PyObject* const peer_name = !message ? root_name : method == Method::recv ? from_name : to_name;
-  const int tensors = (at.whole > 0) + (at.part > 0);
-  if (count < 1 + tensors || count > 1 + std::max({tensors, at.op, at.root})) return {};
+  const int needed = (at.whole > 0) + (at.part > 0) + (at.sizes > 0) + (at.received > 0);
+  if (count < 1 + needed || count > 1 + std::max({needed, at.op, at.root})) return {};
   const auto given = [&](int place) { return place && place < count ? args[place] : nullptr; };
   Arguments arguments{given(at.whole), given(at.part), given(at.op), given(at.root), nullptr, nullptr, false};
   for (Py_ssize_t i = 0, more = names ? PyTuple_Size(names) : 0; i < more; ++i) {
@@ -64,6 +82,7 @@ inline nb::object again(const Repeated& self, PyObject* const* args, Py_ssize_t 
   static PyTypeObject* const type = reinterpret_cast<PyTypeObject*>(nb::type<Ready>().ptr());
   if (Py_TYPE(ready.ptr()) != type) return {};
   auto& cache = *nb::inst_ptr<Ready>(ready);
+  if (at.sizes) return cache.again(args[0], method, arguments, args[at.sizes], given(at.received));
   return message ? cache.message(args[0], method, arguments) : cache.again(args[0], method, arguments);
 }
 

@@ -144,6 +144,7 @@ class Ready:
         root: int,
         tag: int,
         algorithm: object,
+        bounds: Sequence[int],
         prepared: object,
         /,
     ) -> None: ...

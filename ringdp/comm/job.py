@@ -259,20 +259,23 @@ class Issuer:
         self._transport.check(job.any_buffer)
         if isinstance(job.by, Program):
             op = op_of_rows(job.op, spec, dtype)
-            uneven = spec.collective in UNEVEN
-            what: Run | Exchange = Run(job.by, job.bounds, dtype, op, kind, elements, uneven)
+            differ = spec.collective in UNEVEN
+            what: Run | Exchange = Run(job.by, job.bounds, dtype, op, kind, elements, differ)
         else:
             what = Exchange(job.by, job.bounds, dtype, job.op, kind, job.root, job.received)
         ready = self._transport.prepare(what)
-        if self._ready and spec.name in METHODS:
+        name = spec.name.removesuffix("_v")
+        uneven = name != spec.name
+        if self._ready and name in METHODS and not (uneven and isinstance(job.by, Program)):
             self._ready.remember(
-                METHODS.index(spec.name),
+                METHODS.index(name),
                 DTYPES.index(dtype),
                 elements,
                 job.op,
                 spec.root,
                 spec.tag,
                 spec.algorithm,
+                (*job.bounds, *job.received) if uneven else (),
                 ready,
             )
         return self._run(ready, job, call, spec.async_op)

@@ -65,6 +65,7 @@ class Moves(Issuer):
         spec = self._spec("all_gather", algorithm, async_op, tag)
         return self._gather(spec, Arg("output", output), input)
 
+    @repeated
     def all_gather_v(
         self,
         output: Tensor,
@@ -100,6 +101,7 @@ class Moves(Issuer):
         spec = self._spec("gather", algorithm, async_op, tag, root)
         return self._gather(spec, self._at_root(spec, "output", output), input, root=root)
 
+    @repeated
     def gather_v(
         self,
         output: Tensor | None,
@@ -159,6 +161,7 @@ class Moves(Issuer):
         spec = self._spec("scatter", algorithm, async_op, tag, root)
         return self._scatter(spec, output, input)
 
+    @repeated
     def scatter_v(
         self,
         output: Tensor,
@@ -235,6 +238,7 @@ class Moves(Issuer):
         bounds = self._bounds(by, out.data.numel())
         return self._issue(Job(by, bounds, whole, out.data, out.copy_back), spec)
 
+    @repeated
     def all_to_all_v(
         self,
         output: Tensor,

@@ -118,6 +118,7 @@ class Reductions(Issuer):
         spec = self._spec("reduce_scatter", algorithm, async_op, tag)
         return self._reduce_scatter(output, input, None, op, scale, spec)
 
+    @repeated
     def reduce_scatter_v(
         self,
         output: Tensor,

@@ -1,10 +1,10 @@
 """Communicator methods whose repeated calls stay in C++, as small messages take a microsecond.
 
-If a call repeats an earlier one (same op, root, tag, algorithm, dtype and length, tensors that are
-flat buffers), csrc/ready.hpp looks it up, numbers it, records the user's line and runs it (starts
-it, with async_op). A message that fits into a slab is sent if its channel has room, and received if
-it comes within 20 µs, with no other call or message of its tag to match first. Every other call
-goes to the Python method, which alone defines the semantics.
+If a call repeats an earlier one (same op, root, tag, algorithm, dtype, length and sizes of parts,
+tensors that are flat buffers), csrc/ready.hpp looks it up, numbers it, records the user's line and
+runs it (starts it, with async_op). A message that fits into a slab is sent if its channel has room,
+and received if it comes within 20 µs, with no other call or message of its tag to match first.
+Every other call goes to the Python method, which alone defines the semantics.
 """
 
 from __future__ import annotations
@@ -28,6 +28,11 @@ METHODS = (  # in csrc's order
     "send",
     "isend",
     "recv",
+    "reduce_scatter_v",
+    "all_gather_v",
+    "gather_v",
+    "scatter_v",
+    "all_to_all_v",
 )
 F = TypeVar("F", bound=Callable[..., object])
 

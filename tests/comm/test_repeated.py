@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from itertools import permutations, product
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from ringdp import Communicator, Work
 from ringdp.comm.call import named, place
 from ringdp.comm.job import CallSpec, Job
+from ringdp.errors import UsageError
 from ringdp.schedule import Schedule
 from tests.equal import equal
 from tests.ranks import on_ranks
@@ -36,6 +38,16 @@ STARS = Stars()
 def own_part(comm: Communicator, whole: Tensor) -> Tensor:
     """This rank's part of the whole."""
     return whole.view(comm.size, -1)[comm.rank]
+
+
+def uneven(comm: Communicator) -> list[int]:
+    """Sizes of parts: 1 for rank 0, 2 for rank 1, ..."""
+    return [*range(1, comm.size + 1)]
+
+
+def pieces(comm: Communicator, whole: Tensor, part: Tensor) -> tuple[Tensor, Tensor]:
+    """As much of both tensors as these parts need."""
+    return whole[: sum(uneven(comm))], part[: comm.rank + 1]
 
 
 REPEATED: dict[str, Call] = {
@@ -84,9 +96,28 @@ REPEATED: dict[str, Call] = {
     ),
     "gather by a program": lambda c, x, p: c.gather(x, p, algorithm="binomial"),
     "scatter by a program": lambda c, x, p: c.scatter(p, x, c.size - 1, algorithm="binomial"),
+    "reduce_scatter_v": lambda c, x, p: c.reduce_scatter_v(
+        *pieces(c, x, p)[::-1], uneven(c), "max"
+    ),
+    "all_gather_v": lambda c, x, p: c.all_gather_v(*pieces(c, x, p), tuple(uneven(c))),
+    "all_gather_v, async": lambda c, x, p: c.all_gather_v(
+        *pieces(c, x, p), uneven(c), async_op=True
+    ),
+    "gather_v": lambda c, x, p: c.gather_v(*pieces(c, x, p), uneven(c), 1),
+    "scatter_v": lambda c, x, p: c.scatter_v(*pieces(c, x, p)[::-1], uneven(c), root=1),
+    "all_to_all_v": lambda c, x, _: c.all_to_all_v(
+        torch.empty(c.size * (c.rank + 1)),
+        x[: sum(uneven(c))],
+        [c.rank + 1] * c.size,
+        uneven(c),
+    ),
     "a reduce that would change": lambda c, x, _: c.reduce(x, 1, "avg", algorithm="binomial"),
 }
 OTHERS: dict[str, Call] = {
+    "sizes by name": lambda c, x, p: c.all_gather_v(*pieces(c, x, p), sizes=uneven(c)),
+    "uneven parts by a program": lambda c, x, p: c.all_gather_v(
+        *pieces(c, x, p), uneven(c), algorithm="ring"
+    ),
     "tensor by name": lambda c, x, _: c.all_reduce(tensor=x),
     "scale": lambda c, x, _: c.all_reduce(x, scale=2.0),
     "not flat": lambda c, x, _: c.all_reduce(x.view(-1, 2).t()),
@@ -180,6 +211,38 @@ def test_repeated_calls_with_each_root_are_right(comm: Communicator) -> None:
             assert torch.equal(others.view(n, 4), inputs.view(n, n, 4)[:, me])
             comm.all_to_all(mine, mine)
             assert torch.equal(mine, others)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@on_ranks()
+def test_repeated_calls_with_uneven_parts_are_right(comm: Communicator) -> None:
+    """Parts of other sizes with the same sum, apart and in their place in the whole."""
+    n, me = comm.size, comm.rank
+    for turn, sizes in product(range(3), permutations((0, 3, 5)[:n])):
+        total, own, root = sum(sizes), sizes[me], turn % n
+        inputs = torch.arange(float(n * total)).view(n, total) + turn  # by rank
+        cut = [row.split(sizes) for row in inputs]
+        joined = torch.cat([cut[q][q] for q in range(n)])
+        mine, received = inputs[me].clone(), torch.empty(n * own)
+        whole = torch.empty(total)
+        for part in (torch.empty(own), whole.split(sizes)[me]):
+            comm.reduce_scatter_v(part, mine, sizes)
+            assert torch.equal(part, inputs.sum(0).split(sizes)[me])
+            comm.scatter_v(part, mine, [*sizes], root)
+            assert torch.equal(part, cut[root][me])
+            comm.gather_v(whole, part.copy_(cut[me][me]), sizes, root)
+            assert me != root or torch.equal(whole, joined)
+            comm.all_gather_v(whole, part.copy_(cut[me][me]), sizes)
+            assert torch.equal(whole, joined)
+        comm.all_to_all_v(received, mine, [own] * n, sizes)
+        assert torch.equal(received, torch.cat([cut[q][me] for q in range(n)]))
+        in_place = mine.split(sizes)[me]
+        comm.reduce_scatter_v(in_place, mine, sizes)
+        assert torch.equal(in_place, inputs.sum(0).split(sizes)[me])
+        with pytest.raises(UsageError, match=r"output has|sends itself|sizes\["):
+            comm.all_to_all_v(received, mine, [own + 1] * n, sizes)
+        with pytest.raises(UsageError, match="input has"):
+            comm.all_gather_v(whole, torch.empty(own + 1), sizes)
 
 
 @on_ranks(2)

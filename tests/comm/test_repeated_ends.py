@@ -184,8 +184,8 @@ def test_finalizers_may_make_calls_while_the_cache_is_cleared(comm: Communicator
 
     like = comm._transport.prepare(Exchange("all_reduce", (0, 2), x.dtype, "sum", 0))
     for tag in range(most + 1):
-        comm._ready.remember(0, 0, 2, "sum", 0, tag, algorithm_with_finalizer(), like)
-        comm._ready.remember(0, 0, 2, "sum", 0, tag, "direct", like)
+        comm._ready.remember(0, 0, 2, "sum", 0, tag, algorithm_with_finalizer(), (), like)
+        comm._ready.remember(0, 0, 2, "sum", 0, tag, "direct", (), like)
     assert len(ended) > most // 4
 
 
