@@ -83,7 +83,7 @@ def shard(
     found = find_units(model, unit, persist_below=persist_below, precision=precision)
     within = {p: f.name or "root" for f in found for _, p in f.parameters}
     named = model.named_parameters()
-    facts = [(n, facts_of(p) | {"name": n, "unit": within[p]}) for n, p in named]
+    facts = [(n, facts_of(p) | {"name": n, "unit": within[p], "stage": stage}) for n, p in named]
     check_equal(comm, facts, "shard")
     placed = (p.device for p in model.parameters() if not p.is_meta)
     ledger = Ledger(comm, next(placed, comm.device))

@@ -194,6 +194,13 @@ def test_different_models_on_the_ranks_are_refused(comm: Communicator, stage: in
             ringdp.shard(model, stage=stage, unit=unit, comm=comm)
 
 
+@on_ranks(2)
+def test_different_stages_on_the_ranks_are_refused(comm: Communicator) -> None:
+    """Otherwise the ranks would wait for each other until the timeout."""
+    with pytest.raises(ringdp.ModelError, match="'weight' with stage 2 on rank 1"):
+        ringdp.shard(nn.Linear(8, 8), stage=1 + comm.rank, comm=comm)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @on_ranks(2)
 def test_gradients_and_states_from_before_shard_are_used(comm: Communicator, stage: int) -> None:
