@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from functools import partial
 from types import SimpleNamespace
 
@@ -26,9 +27,10 @@ class Slotted:
         self.x = x
 
 
-def test_tensors_are_found_in_slots_and_functions():
+def test_tensors_are_found_in_slots_functions_and_torchs_containers():
     x = torch.zeros(2)
-    for held in (Slotted(x), lambda: x + 1, partial(torch.add, x), partial(torch.add, other=x)):
+    functions = (lambda: x + 1, partial(torch.add, x), partial(torch.add, other=x))
+    for held in (Slotted(x), *functions, deque([x])):
         (found,) = tensors(held)
         assert found is x
 
