@@ -41,10 +41,12 @@ def check_exchange(comm: Communicator) -> None:
     x, y = torch.full((LARGE,), float(comm.rank)), torch.zeros(LARGE)
     if comm.rank == 0:  # blocking calls around the ring
         comm.send(x, after)
+        x.fill_(-1)  # `send` has returned
         assert comm.recv(y, before) == before
     else:
         assert comm.recv(y, before) == before
         comm.send(x, after)
+        x.fill_(-1)
     assert torch.all(y == before)
 
 
