@@ -102,6 +102,14 @@ def test_different_algorithms_are_a_mismatch_and_not_a_timeout(comm: Communicato
     assert all(way == by[int(rank) % 3] for rank, way in calls), h
 
 
+@on_ranks(2, pool="forked")
+def test_different_ops_of_one_algorithm_are_a_mismatch(comm: Communicator) -> None:
+    """Only the digests of their messages differ."""
+    x, op = torch.ones(8), ("sum", "max")[comm.rank]
+    h = catch(comm, lambda: comm.all_reduce(x, op, algorithm="ring"))
+    assert h.error == h.again == "CollectiveMismatch", h
+
+
 @pytest.mark.parametrize("passed", [[[3, 1], [1, 3]], [[1, 3], [1, 2]]], ids=["cut", "longer"])
 @on_ranks(2, pool="forked")
 def test_other_sizes_are_a_mismatch(comm: Communicator, passed: list[list[int]]) -> None:
