@@ -3,9 +3,10 @@
 `flatten` fills a gradient bucket and `unflatten` empties it, `fold` sums the ranks' parts,
 `unscale` averages and checks for inf and nan, `squared_norm` is for clipping, `adamw` steps a flat
 shard, and `stochastic_round` rounds float32 to bfloat16 without bias. Each picks its path by the
-tensors' device. ringdp itself calls `flatten` when it shards a model, `adamw` in its optimizer and
-`fold` in the NCCL transport; the others are for users, and for `ringdp bench kernels`. Importing
-this package imports torch only; the first launch on a GPU imports Triton.
+tensors' device. ringdp itself calls `flatten` when it shards a model, `squared_norm` when it clips,
+`unscale` in its loss scaler, `adamw` in its optimizer and `fold` in the NCCL transport; `unflatten`
+and `stochastic_round` are for users, and for `ringdp bench kernels`. Importing this package imports
+torch only; the first launch on a GPU imports Triton.
 
 Each file has `<name>_torch` and `<name>_triton`, which take arguments that `<name>` has checked.
 With TRITON_INTERPRET=1 in the environment the latter runs on CPU tensors. Triton's interpreter
