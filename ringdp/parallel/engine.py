@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from ringdp.errors import UsageError
-from ringdp.parallel.accounting.formula import formula, traffic
+from ringdp.parallel.accounting.formula import Sharding, formula, traffic
 from ringdp.parallel.accounting.memory import Ledger, Memory, state_bytes
 from ringdp.parallel.autograd_state import in_backward, transformed
 from ringdp.parallel.backward import Backwards
@@ -226,12 +226,8 @@ class Engine(Traced):
     def memory_formula(self, *, per_element: int = 8, per_parameter: int = 4) -> Memory:
         """What `memory` must be. The defaults are the optimizer bytes of Adam in float32."""
         return formula(
-            [u.plan for u in self.units],
-            self.groups,
-            self.stage,
+            self._sharding,
             self.comm.rank,
-            widths=[u.widths for u in self.units],
-            limit=self.gathering.limit,
             overlap=self.reducing.overlap,
             yields=self.gathering.reducing is not None,
             per_element=per_element,
@@ -244,13 +240,12 @@ class Engine(Traced):
 
     def traffic_formula(self) -> int:
         """Bytes this rank sends in a step of one forward and one backward."""
-        return traffic(
-            [u.plan for u in self.units],
-            self.groups,
-            self.stage,
-            widths=[u.widths for u in self.units],
-            limit=self.gathering.limit,
-        )
+        return traffic(self._sharding)
+
+    @property
+    def _sharding(self) -> Sharding:
+        units, widths = [u.plan for u in self.units], [u.widths for u in self.units]
+        return Sharding(units, widths, self.groups, self.stage, self.gathering.limit)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

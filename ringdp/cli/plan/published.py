@@ -19,7 +19,7 @@ import torch
 
 from ringdp.cli.plan.models import Model, read
 from ringdp.cli.plan.stages import RANK, held
-from ringdp.parallel.accounting.formula import formula
+from ringdp.parallel.accounting.formula import Sharding, formula
 from ringdp.parallel.accounting.memory import Memory, Widths
 from ringdp.parallel.precision import Precision
 from ringdp.parallel.stages import stage_of
@@ -58,17 +58,9 @@ def figures() -> list[Figure]:
 
 def zeros(model: Model, stage: int, ranks: int) -> int:
     """ZeRO's count, computed with the engine's formula."""
-    found = formula(
-        model.layout(ranks),
-        model.groups,
-        stage_of(stage),
-        RANK,
-        widths=[Widths(2, 2, 2, trainable=w.trainable) for w in model.widths],
-        limit=0,
-        per_element=12,
-        per_parameter=0,
-    )
-    return at_rest(found)
+    widths = [Widths(2, 2, 2, trainable=w.trainable) for w in model.widths]
+    given = Sharding(model.layout(ranks), widths, model.groups, stage_of(stage), limit=0)
+    return at_rest(formula(given, RANK, per_element=12, per_parameter=0))
 
 
 def at_rest(found: Memory) -> int:

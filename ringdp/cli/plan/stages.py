@@ -10,9 +10,8 @@ from ringdp.cli.bench.kernel_cases import CASES
 from ringdp.cli.plan.hardware import Network
 from ringdp.cli.plan.models import Model
 from ringdp.cli.plan.step import Step, predict
-from ringdp.parallel.accounting.formula import formula, traffic
+from ringdp.parallel.accounting.formula import Sharding, formula, traffic
 from ringdp.parallel.accounting.memory import Memory
-from ringdp.parallel.layout import Unit
 from ringdp.parallel.prefetch import one_unit
 from ringdp.parallel.stages import Keep, stage_of
 from ringdp.schedule.algorithms import Collective
@@ -61,14 +60,9 @@ def held(model: Model, stage: int, ranks: int, *, yields: bool = False) -> Memor
 
     `yields` is as in `Network`.
     """
-    units = model.layout(ranks)
     return formula(
-        units,
-        model.groups,
-        stage_of(stage),
+        _sharding(model, stage, ranks),
         RANK,
-        widths=model.widths,
-        limit=_limit(units, model),
         yields=yields,
         per_element=PER_ELEMENT,
         per_parameter=PER_PARAMETER,
@@ -76,8 +70,8 @@ def held(model: Model, stage: int, ranks: int, *, yields: bool = False) -> Memor
 
 
 def row(model: Model, stage: int, setting: Setting) -> Row:
-    units, widths, how = model.layout(setting.ranks), model.widths, stage_of(stage)
-    each = list(zip(units, widths, strict=True))
+    given = _sharding(model, stage, setting.ranks)
+    each = given.each
     asked: set[tuple[Collective, int]] = set()
 
     @cache
@@ -94,17 +88,12 @@ def row(model: Model, stage: int, setting: Setting) -> Row:
         price = closed(collective, setting.algorithm, setting.ranks)
         return seconds(price, setting.network.of(collective), size, among=among)
 
-    shards = how.optimizer is Keep.SHARD
+    shards = given.stage.optimizer is Keep.SHARD
     owned = sum(sum(u.owned(RANK)) if shards else u.elements for u, w in each if w.trainable)
-    limit = _limit(units, model)
     step = predict(
-        units,
-        model.groups,
-        how,
-        widths=widths,
-        limit=limit,
+        given,
         cost=cost,
-        forward=[FLOPS * u.elements * setting.tokens / setting.flops for u in units],
+        forward=[FLOPS * u.elements * setting.tokens / setting.flops for u in given.units],
         flatten=[(w.compute + w.reduce) * u.elements / setting.bandwidth for u, w in each],
         optimizer=4 * CASES["adamw"].moves * owned / setting.bandwidth,
         beside=setting.network.beside(setting.ranks),
@@ -112,7 +101,7 @@ def row(model: Model, stage: int, setting: Setting) -> Row:
     return Row(
         stage=stage,
         memory=held(model, stage, setting.ranks, yields=setting.network.yields),
-        sent=traffic(units, model.groups, how, widths=widths, limit=limit),
+        sent=traffic(given),
         step=step,
         largest=largest(model, stage, setting),
         fits=fits(model, stage, setting),
@@ -160,7 +149,8 @@ def _stages(rows: Sequence[Row]) -> str:
     return f"stage {names} does" if len(rows) == 1 else f"stages {names} do"
 
 
-def _limit(units: Sequence[Unit], model: Model) -> int:
-    """The bytes that the engine gathers ahead by default."""
-    sizes = [w.compute * u.padded for u, w in zip(units, model.widths, strict=True)]
-    return one_unit(sizes, model.groups)
+def _sharding(model: Model, stage: int, ranks: int) -> Sharding:
+    """How the engine shards the model by default."""
+    units, widths = model.layout(ranks), model.widths
+    sizes = [w.compute * u.padded for u, w in zip(units, widths, strict=True)]
+    return Sharding(units, widths, model.groups, stage_of(stage), one_unit(sizes, model.groups))

@@ -16,10 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ringdp.parallel.accounting.dry_run import iteration
-from ringdp.parallel.accounting.memory import Widths
-from ringdp.parallel.layout import Unit
-from ringdp.parallel.prefetch import Groups
-from ringdp.parallel.stages import Keep, Stage
+from ringdp.parallel.accounting.formula import Sharding
 from ringdp.schedule.algorithms import Collective
 
 Cost = Callable[[Collective, int], float]  # in s, of a buffer of this many bytes
@@ -67,12 +64,8 @@ class _Clocks:
 
 
 def predict(
-    units: Sequence[Unit],
-    groups: Groups,
-    stage: Stage,
+    given: Sharding,
     *,
-    widths: Sequence[Widths],
-    limit: int,
     cost: Cost,
     forward: Sequence[float],
     flatten: Sequence[float],
@@ -86,26 +79,24 @@ def predict(
     collectives run during compute.
     """
     clocks = _Clocks(beside=beside)
-    gathered = [w.compute * u.padded for u, w in zip(units, widths, strict=True)]
-    ready = [0.0] * len(units)  # when a unit's gather ends
+    each, groups, stage = given.each, given.groups, given.stage
+    ready = [0.0] * len(each)  # when a unit's gather ends
     reduced = 0.0  # when the last reduction so far ends
 
     def reduce(unit: int) -> None:
         nonlocal reduced
-        if not widths[unit].trainable:
+        layout, widths = each[unit]
+        if not widths.trainable:
             return
         clocks.spend(flatten[unit])
-        if not widths[unit].keeps_bucket(stage):
+        if not widths.keeps_bucket(stage):
             clocks.wait(reduced)
-        size = widths[unit].reduce * units[unit].padded
-        reduced = clocks.send(cost(stage.reduction, size))
+        reduced = clocks.send(cost(stage.reduction, widths.reduce * layout.padded))
 
-    freed = stage.parameters is Keep.SHARD
-    # Parameters that are never freed take no extra memory, so prefetching has no bound.
-    sizes = gathered if freed else [0] * len(units)
-    for what, which in iteration(sizes, groups, limit, freed=freed):
+    for what, which in iteration(given.sizes, groups, given.limit, freed=given.freed):
         if what == "gather" and stage.gathers:
-            ready[which] = clocks.send(cost("all_gather", gathered[which]))
+            layout, widths = each[which]
+            ready[which] = clocks.send(cost("all_gather", widths.compute * layout.padded))
         elif what == "use":
             clocks.wait(ready[which])
         elif what == "forward":

@@ -11,21 +11,43 @@ too, and gradients of no_sync the size of their unit in the masters' dtype.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from ringdp.parallel.accounting.dry_run import gathers, iteration, peaks
 from ringdp.parallel.accounting.memory import Memory, Widths
 from ringdp.parallel.layout import Unit
+from ringdp.parallel.prefetch import Groups
 from ringdp.parallel.stages import Keep, Stage
 
 
+class Sharding(NamedTuple):
+    """How an engine shards a model."""
+
+    units: Sequence[Unit]
+    widths: Sequence[Widths]  # of each unit
+    groups: Groups  # the units of each module, the root's first
+    stage: Stage
+    limit: int  # bytes to gather ahead
+
+    @property
+    def each(self) -> list[tuple[Unit, Widths]]:
+        return list(zip(self.units, self.widths, strict=True))
+
+    @property
+    def freed(self) -> bool:
+        return self.stage.parameters is Keep.SHARD
+
+    @property
+    def sizes(self) -> list[int]:
+        """The bytes that gathering each unit takes: none if it is never freed, so that prefetching
+        has no bound."""
+        return [w.compute * u.padded if self.freed else 0 for u, w in self.each]
+
+
 def formula(
-    units: Sequence[Unit],
-    groups: Sequence[Sequence[int]],
-    stage: Stage,
+    given: Sharding,
     rank: int,
     *,
-    widths: Sequence[Widths],
-    limit: int,
     overlap: bool = True,
     yields: bool = True,
     per_element: int,
@@ -35,18 +57,17 @@ def formula(
 
     In elements, with Ψ the sum of the units' padded sizes: parameters Ψ or Ψ/n, gradients Ψ or Ψ/n,
     the optimizer its elements of Ψ or Ψ/n without padding (Rajbhandari et al. 2020, figure 1);
-    gathered units and buckets by replaying an iteration. `groups`: units of one module, the root's
-    first. `limit`, `overlap`, `yields`: see `dry_run.iteration`.
+    gathered units and buckets by replaying an iteration. `overlap`, `yields`: see
+    `dry_run.iteration`.
     """
-    each = list(zip(units, widths, strict=True))
+    stage, each, sizes = given.stage, given.each, given.sizes
     trained = [u for u, w in each if w.trainable]
     if stage.optimizer is Keep.FULL:
         owned = [e.elements for u in trained for e in u.entries if e.elements]
     else:
         owned = [elements for u in trained for elements in u.owned(rank)]
-    freed = stage.parameters is Keep.SHARD
-    sizes = [w.compute * u.padded if freed else 0 for u, w in each]
     buckets = [w.bucket(u, stage) for u, w in each]
+    freed, groups, limit = given.freed, given.groups, given.limit
     events = iteration(
         sizes, groups, limit, freed=freed, buckets=buckets, overlap=overlap, yields=yields
     )
@@ -60,26 +81,18 @@ def formula(
     )
 
 
-def traffic(
-    units: Sequence[Unit],
-    groups: Sequence[Sequence[int]],
-    stage: Stage,
-    *,
-    widths: Sequence[Widths],
-    limit: int,
-) -> int:
+def traffic(given: Sharding) -> int:
     """Exact bytes that one rank sends in a step.
 
     A reduce_scatter or an all_gather sends n - 1 shards, an all_reduce twice that. Stage 3 gathers
     twice what it frees between forward and backward (see `dry_run.gathers`); frozen units are not
     reduced.
     """
-    reductions = 2 if stage.reduction == "all_reduce" else 1
-    often = dict.fromkeys(range(len(units)), stage.gathers)
-    if stage.parameters is Keep.SHARD:
-        sizes = [w.compute * u.padded for u, w in zip(units, widths, strict=True)]
-        often |= gathers(sizes, groups, limit)
+    reductions = 2 if given.stage.reduction == "all_reduce" else 1
+    often = dict.fromkeys(range(len(given.units)), given.stage.gathers)
+    if given.freed:
+        often |= gathers(given.sizes, given.groups, given.limit)
     return sum(
         (u.ranks - 1) * u.shard * (w.compute * often[i] + w.reduce * reductions * w.trainable)
-        for i, (u, w) in enumerate(zip(units, widths, strict=True))
+        for i, (u, w) in enumerate(given.each)
     )

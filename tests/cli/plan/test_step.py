@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringdp.cli.plan.step import Step, predict
-from ringdp.parallel.accounting.formula import traffic
+from ringdp.parallel.accounting.formula import Sharding, traffic
 from ringdp.parallel.accounting.memory import Widths
 from ringdp.parallel.layout import layout
 from ringdp.parallel.stages import STAGES
@@ -24,12 +24,10 @@ def run(sizes, stage, widths, *, cost, forward, flatten=None, limit=None, beside
     most = max(
         (w.compute * u.padded for u, w in zip(units[1:], widths[1:], strict=True)), default=0
     )
-    return units, predict(
-        units,
-        [[i] for i in range(len(sizes))],
-        STAGES[stage],
-        widths=widths,
-        limit=most if limit is None else limit,
+    groups = [[i] for i in range(len(sizes))]
+    given = Sharding(units, widths, groups, STAGES[stage], most if limit is None else limit)
+    return given, predict(
+        given,
         cost=cost,
         forward=forward,
         flatten=flatten or [0.0] * len(sizes),
@@ -53,10 +51,8 @@ def sent(collective: str, size: int) -> float:
 )
 def test_the_timeline_sends_the_bytes_of_the_traffic_formula(units, stage, limit):
     sizes, widths = zip(*units, strict=True)
-    plan, step = run(sizes, stage, widths, cost=sent, forward=[1.0] * len(sizes), limit=limit)
-    groups = [[i] for i in range(len(sizes))]
-    sends = traffic(plan, groups, STAGES[stage], widths=widths, limit=limit)
-    assert step.communication == sends
+    given, step = run(sizes, stage, widths, cost=sent, forward=[1.0] * len(sizes), limit=limit)
+    assert step.communication == traffic(given)
     assert 0 <= step.exposed <= step.communication
     assert step.compute == 3 * len(sizes)
 

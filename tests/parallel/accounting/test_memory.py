@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ringdp
-from ringdp.parallel.accounting.formula import formula, traffic
+from ringdp.parallel.accounting.formula import Sharding, formula, traffic
 from ringdp.parallel.accounting.memory import Ledger, Widths, state_bytes
 from ringdp.parallel.layout import layout
 from ringdp.parallel.stages import STAGES, Keep, stage_of
@@ -24,23 +24,15 @@ def plan(sizes, ranks):
 FLOAT32 = Widths(4, 4, 4)
 
 
-def alone(sizes):
+def sharding(sizes, ranks, stage, limit=0):
     """Every unit in a module of its own."""
-    return [[i] for i in range(len(sizes))]
+    groups = [[i] for i in range(len(sizes))]
+    return Sharding(plan(sizes, ranks), [FLOAT32] * len(sizes), groups, stage, limit)
 
 
 def total(stage, ranks, sizes):
     """Bytes of states without the gather and bucket terms; exact if nothing is padded."""
-    found = formula(
-        plan(sizes, ranks),
-        alone(sizes),
-        STAGES[stage],
-        0,
-        widths=[FLOAT32] * len(sizes),
-        limit=0,
-        per_element=8,
-        per_parameter=0,
-    )
+    found = formula(sharding(sizes, ranks, STAGES[stage]), 0, per_element=8, per_parameter=0)
     return found.parameters + found.gradients + found.optimizer
 
 
@@ -61,10 +53,7 @@ def test_traffic_is_two_psi_and_three_in_stage_3(blocks, n):
     share = 4 * (n - 1) * sum(sizes) // n
 
     def sent(limit):
-        return [
-            traffic(plan(sizes, n), alone(sizes), s, widths=[FLOAT32] * len(sizes), limit=limit)
-            for s in STAGES
-        ]
+        return [traffic(sharding(sizes, n, s, limit)) for s in STAGES]
 
     def once(units):  # units that are not freed between forward and backward
         return 4 * (n - 1) * sum(sizes[u] for u in units) // n
@@ -78,19 +67,8 @@ def test_traffic_is_two_psi_and_three_in_stage_3(blocks, n):
 @given(st.lists(st.integers(0, 999), min_size=1, max_size=5), st.integers(1, 9))
 def test_the_optimizers_of_all_ranks_hold_each_element_once(sizes, n):
     for stage in STAGES[1:]:
-        ranks = [
-            formula(
-                plan(sizes, n),
-                alone(sizes),
-                stage,
-                r,
-                widths=[FLOAT32] * len(sizes),
-                limit=0,
-                per_element=8,
-                per_parameter=0,
-            ).optimizer
-            for r in range(n)
-        ]
+        given = sharding(sizes, n, stage)
+        ranks = [formula(given, r, per_element=8, per_parameter=0).optimizer for r in range(n)]
         assert sum(ranks) == 8 * sum(sizes)
 
 
