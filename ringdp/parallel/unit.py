@@ -316,6 +316,7 @@ class FlatUnit:
     def _gradients(self) -> Gradients:
         return Gradients(self.cut, self.stage, self.dtypes, self.widths, self.offload, self.ledger)
 
+    @torch.inference_mode(False)  # as for `_move`
     def thaw(self) -> None:
         """A parameter trains that was frozen: allocate gradients if there are none."""
         if not self.widths.trainable:

@@ -208,7 +208,8 @@ def test_accumulated_gradients_survive_freezing(
 def test_parameters_can_be_unfrozen_after_sharding(
     comm: Communicator, stage: int, precision: Precision | None
 ) -> None:
-    """Parameters that were frozen when the model was sharded are unfrozen one after another."""
+    """Parameters that were frozen when the model was sharded are unfrozen one after another, and
+    first used without gradients."""
     model, twin = net(), net()
     model[0].requires_grad_(False), twin[0].requires_grad_(False)
     engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
@@ -217,6 +218,8 @@ def test_parameters_can_be_unfrozen_after_sharding(
         for step, thawed in enumerate((None, one[0][0].bias, one[0][0].weight, None)):
             if thawed is not None:
                 thawed.requires_grad_(True)
+            with torch.inference_mode():
+                loss(one, step)
             for seed in (step, step + 7):
                 loss(one, seed).backward()
             optimizer.step()
