@@ -54,6 +54,12 @@ class Backwards:
     def running(self) -> bool:
         return self._now is not None
 
+    def begin(self) -> None:
+        """A new iteration begins, in which parameters may train that did not before: in stage 0
+        also without a call of their unit's module."""
+        for hooks in self._grad_hooks:
+            hooks.register()
+
     def reach(self, indices: Sequence[int]) -> None:
         """The backward of a module starts, which has these units."""
         self.settle()

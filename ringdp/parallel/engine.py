@@ -137,6 +137,7 @@ class Engine(Traced):
                 alone = self._is_alone()
                 if index == 0 or alone or self.gathering.over:  # a new iteration
                     self._unmanaged.begin()
+                    self.backwards.begin()
                     self.gathering.begin(foreseen=index == 0 or not alone)
                 self.gathering.callers[index].update(self.gathering.in_use)
                 self.backwards.use(index)

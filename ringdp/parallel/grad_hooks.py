@@ -41,9 +41,10 @@ class UnitGradHooks:
         unit, index, comes, made = self.unit, self.unit.index, self._comes, self._made
         for at in [at for at in range(len(unit.parameters)) if at not in self._ours]:
             p, master = unit.computed[at], unit.parameters[at]
-            if not p.requires_grad:
+            if not master.requires_grad:
                 continue
             unit.thaw()
+            p.requires_grad_()
             before = master.register_hook(lambda _, at=at: comes(index, at))  # type: ignore[no-untyped-call]
             if p is not master:
                 p._backward_hooks = master._backward_hooks  # one dict: hooks added to either run

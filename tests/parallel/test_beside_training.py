@@ -229,6 +229,35 @@ def test_parameters_can_be_unfrozen_after_sharding(
     engine.close()
 
 
+@with_and_without_precision
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@on_ranks(2)
+def test_an_unfrozen_parameter_trains_before_its_module_is_called(
+    comm: Communicator, stage: int, precision: Precision | None
+) -> None:
+    """Its unit was frozen when the model was sharded. A backward that misses it makes zeros;
+    in stage 0 without precision it may be used where its module is not called."""
+    model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+    model[0].requires_grad_(False)
+    direct = stage == 0 and precision is None
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return model[1](nn.functional.linear(x, model[0].weight) if direct else x)
+
+    model.forward = forward
+    engine = ringdp.shard(model, stage=stage, unit=nn.Linear, precision=precision, comm=comm)
+    model[0].requires_grad_(True)
+    model(torch.full((2, 3), 1.0 + comm.rank)).sum().backward()
+    weight, bias = (p.grad for p in model[0].parameters())
+    assert not bias.any()
+    assert bool(weight.any()) == direct
+    if direct:
+        first = weight.clone()
+        comm.broadcast(first)
+        assert torch.equal(weight, first)
+    engine.close()
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 @on_ranks(2)
 def test_stepping_an_unrelated_parameter_on_one_rank_is_harmless(
