@@ -86,6 +86,28 @@ def test_a_communicator_can_use_any_gloo_group(comm: Communicator) -> None:
 
 
 @on_ranks(2, pool="over_gloo")
+def test_a_message_sent_just_before_closing_arrives(comm: Communicator) -> None:
+    """Even if the thread that holds it starts late."""
+    x = torch.full((9,), float(comm.rank))
+    with comm.duplicate() as other:
+        spawn = other._transport._spawn
+
+        def late(act):
+            time.sleep(0.1)
+            return spawn(act)
+
+        other.barrier()
+        if comm.rank == 0:
+            other._transport._spawn = late
+            other.send(x, 1)
+            other.close()
+        comm.barrier()
+        if comm.rank == 1:
+            other.recv(x)
+            assert not x.any()
+
+
+@on_ranks(2, pool="over_gloo")
 def test_a_message_of_another_length_is_a_mismatch_on_both(comm: Communicator) -> None:
     """Mismatched collectives are tested in test_c10d_failures.py."""
     x = torch.ones(5000)

@@ -146,8 +146,8 @@ class C10dTransport(Transport):
             with self._talking(to):
                 parts = wire.send(self._group, buffer, to, (rest, kind, 0), tag, rest_tag(rest))
             if size <= SHORT:
+                self._sending.add(self._spawn(partial(hold, parts)))  # first: `close` waits for it
                 self._end(ticket, size)
-                self._sending.add(self._spawn(partial(hold, parts)))
             else:
                 self._spawn(partial(finish, parts))
 
