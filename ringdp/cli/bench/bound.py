@@ -13,7 +13,8 @@ made of four passes:
 
 The speeds are in s per byte: the fastest call of each pass in the same run, at the same S (at least
 LEAST bytes), on two cores at once. If ranks share a core, that core does the work of all of
-them, but finds in its cache what one rank has fetched: no pass then costs more than `copy`.
+them, but finds in its cache what one rank has fetched: no pass then costs more than `copy`. In a
+lap of `send` one rank works at a time, so there is nothing to add up.
 
 The bound counts bytes only, as if a reader could reach a private buffer (the kernel can, by
 cross-memory attach). It assumes that all ranks move bytes at once, with numpy's copies and sums. If
@@ -40,8 +41,11 @@ class Speeds(NamedTuple):
     copy: float
 
 
-def bound(moves: Moves, n: int, cores: int, size: int, speeds: Speeds) -> float:
-    """The bound in seconds, for a buffer of `size` bytes on n ranks."""
+def bound(
+    moves: Moves, n: int, cores: int, size: int, speeds: Speeds, *, lap: bool = False
+) -> float:
+    """The bound in seconds, for `size` bytes on n ranks, or for one message of a lap."""
     sharing = -(-n // cores)
     each = speeds if sharing == 1 else [min(speed, speeds.copy) for speed in speeds]
-    return sharing * size * sum(share * speed for share, speed in zip(moves, each, strict=True))
+    one = size * sum(share * speed for share, speed in zip(moves, each, strict=True))
+    return one if lap else sharing * one

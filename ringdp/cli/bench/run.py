@@ -124,8 +124,9 @@ def _rows(ranks: int, cores: int, samples: dict[Entry, Samples]) -> Iterable[Row
     for (group, task), found in samples.items():
         if group == "probe":
             continue
-        moves = CASES[task.collective].moves(ranks, task.registered)
-        least = bound(moves, ranks, cores, task.size, speeds)
+        case = CASES[task.collective]
+        moves = case.moves(ranks, task.registered)
+        least = bound(moves, ranks, cores, task.size, speeds, lap=case.lap)
         on_gpu = group in gpus.CONTENDERS
         yield measured(task, group, ranks, found.seconds, None if on_gpu else least, found.wrong)
 

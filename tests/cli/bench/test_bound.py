@@ -17,6 +17,7 @@ def test_on_shared_cores_ranks_add_up_and_read_from_the_cache() -> None:
     moves = Moves(folded=0.5, pulled=0.5)
     assert bound(moves, 2, 2, 100, SPEEDS) == 400
     assert bound(moves, 3, 2, 100, SPEEDS) == 2 * 100 * SPEEDS.copy
+    assert bound(moves, 3, 2, 100, SPEEDS, lap=True) == 100 * SPEEDS.copy  # one works at a time
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 8])
