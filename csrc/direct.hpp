@@ -66,6 +66,7 @@ class Direct : private Messages {
 
  private:
   enum class Path { alone, lines, whole, tiles };
+  static constexpr std::size_t kMost = 1ull << 48;  // bytes: more than any process can map
 
   // Messages that a rank would send over a link, one after the other: a shard to every other rank.
   std::size_t messages() const {
@@ -129,6 +130,7 @@ class Direct : private Messages {
     const auto part = [&](int to) { return std::size_t(theirs[to + 1] - theirs[to]) * dtype_.size; };
     for (int to = 0; to < ranks_; ++to) longest_ = std::max(longest_, part(to));
     Stamp expected = stamp(heading_), found = expected;
+    if (longest_ > kMost) throw Failed{Failure::damaged, r, expected, {}};
     expected.bytes = piece_bytes(r), found.bytes = part(rank_);
     if (found.bytes != expected.bytes) throw Failed{Failure::mismatch, r, expected, found};
   }

@@ -263,7 +263,8 @@ class Messages {
     latest_ = std::max(latest_, theirs.began);
     offsets_[r] = theirs.offset;
     places_[r] = theirs.place;
-    if (offsets_[r] >= 0) within(arena_.base, arena_.bytes, offsets_[r], r);
+    // bounds are never left in the arena
+    if (offsets_[r] >= 0) within(arena_.base, uneven() ? 0 : arena_.bytes, offsets_[r], r);
   }
 
   // Returns base + offset. Throws unless r's message fits there within `limit` bytes.

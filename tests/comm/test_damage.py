@@ -9,9 +9,11 @@ import os
 import random
 import re
 import struct
+import time
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed import HashStore
@@ -20,9 +22,10 @@ import ringdp
 from ringdp import CommunicationError, Communicator
 from ringdp.comm.call import named, place
 from ringdp.comm.table import table
+from ringdp.transport.arena import arena_bytes
 from ringdp.transport.shm.files import SEALS, Address
 from ringdp.transport.shm.watch import Watched, segments
-from tests.comm.failing import catch, connect
+from tests.comm.failing import COLLECTIVES, catch, connect, leaves_nothing, until_failed
 from tests.comm.test_late import TIMEOUT
 from tests.forks import CALL_TIMEOUT, Forks, Report, store
 from tests.ranks import on_ranks
@@ -183,6 +186,61 @@ def damage_shared_memory(comm: Communicator, report: Report, what: str, seed: in
     report(table(comm._transport))
     ring = partial(comm.all_reduce, torch.ones(9), algorithm="ring", async_op=True)
     report(catch(comm, lambda: ring().wait(TIMEOUT)))
+
+
+# Elements of a message that ranks lay out whole, and the post that announces it: its fields, in
+# 8-byte words, are csrc/segment.hpp's Post.
+WHOLE, POST = 20011, 8
+COUNT, ELEMENTS, OFFSET, PLACE = 0, 3, 6, 7
+BYTES_SENT, ARENA, ROOM = 4 * WHOLE, arena_bytes(2), 1 << 20
+
+FORGED = {
+    "no place": ("all_reduce", {PLACE: -1}),
+    "a place below 0": ("all_reduce", {PLACE: -(2**62)}),
+    "a place past the room": ("all_reduce", {PLACE: ROOM + 4}),
+    "too late a place": ("all_reduce", {PLACE: ROOM - BYTES_SENT + 4}),
+    "too late in the arena": ("all_reduce", {OFFSET: ARENA - BYTES_SENT + 4}),
+    "past the arena": ("all_reduce", {OFFSET: ARENA + 4}),
+    # there lies the first message, whose numbers decline
+    "bounds that decline": ("all_to_all_v", {PLACE: 32 << 10}),
+    "bounds past the room": ("all_to_all_v", {PLACE: ROOM - 20}),
+    # only its bounds would fit there, which are never left in the arena
+    "parts in the arena": ("all_to_all_v", {OFFSET: ARENA - 32}),
+}
+
+
+@pytest.mark.parametrize("forged", FORGED)
+@on_ranks(2)
+@leaves_nothing
+def test_a_forged_post_is_damage(comm: Communicator, forged: str) -> None:
+    """A rank reads nothing outside the memory that it shares with the rank that posted."""
+    collective, changes = FORGED[forged]
+    call, x, before = COLLECTIVES[collective], torch.linspace(2, 1, WHOLE), segments([os.getpid()])
+    with comm.duplicate() as other:
+        (path,) = set(segments([os.getpid()])) - set(before)
+        other.all_reduce(x)
+        call(other, x)  # leaves in place what the forged post announces
+        other.all_reduce(x)
+        comm.barrier()
+        with path.open("r+b") as file:
+            words = np.frombuffer(mmap.mmap(file.fileno(), 0), np.int64)
+        found = np.flatnonzero(words == WHOLE) - ELEMENTS
+        ours, theirs = found[words[found + COUNT] == 3] + POST  # two posts take turns
+        comm.barrier()
+        if comm.rank == 0:
+            while words[theirs + COUNT] != 4:
+                assert other._transport.failure() is None
+                time.sleep(0.001)
+            post = words[theirs : theirs + POST].copy()
+            for field, value in changes.items():
+                post[field] = value
+            words[ours + 1 : ours + POST] = post[1:]
+            words[ours + COUNT] = post[COUNT]
+            until_failed(other)
+        caught = catch(other, lambda: call(other, x))
+        assert caught is not None
+        assert caught.error == caught.again == "CommunicationError"
+        assert "; what the ranks tell one another is damaged\n" in caught.text
 
 
 def test_an_unknown_kind_of_failure_is_damage(forks: Forks):
