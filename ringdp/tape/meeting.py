@@ -141,7 +141,7 @@ class Meeting:
         return self._store.get(key)
 
     def _check_lost(self) -> None:
-        for rank in range(self.ranks):
+        for rank in (*range(1, self.ranks), 0):  # rank 0 may have ended because another had
             key = f"here/{rank}" if rank else "opened"
             if self._ended(self._pid_of(rank)) and not self._store.check([key]):
                 here = f"rank {self.rank} of {self.ranks} waited to trace"

@@ -12,7 +12,7 @@ from time import monotonic, monotonic_ns
 import pytest
 from torch.distributed import HashStore, PrefixStore
 
-from ringdp.errors import CommunicationError, UsageError
+from ringdp.errors import CommunicationError, PeerLost, UsageError
 from ringdp.tape import meeting
 from ringdp.tape.chrome import Shift
 from ringdp.tape.meeting import PIECE, Meeting
@@ -89,6 +89,13 @@ def test_another_hosts_part_is_sent_through_the_store(tmp_path: Path):
     assert meetings[0].collect(1, here, monotonic() + 10) is None
     assert here.read_text(encoding="utf-8") == text
     assert not there.exists()
+
+
+def test_a_rank_that_never_came_is_named_before_rank_0_which_ended_because_of_it():
+    store = HashStore()
+    store.set("here/0", "")
+    with pytest.raises(PeerLost, match=r"^rank 2 of 3 waited to trace; rank 1 has ended$"):
+        Meeting(store, 2, 3, "a", lambda pid: pid < 2, pid_of=int).open(None, "run.json")
 
 
 def test_the_part_of_an_ended_rank_is_not_waited_for(tmp_path: Path):
