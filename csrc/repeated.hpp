@@ -66,11 +66,11 @@ inline nb::object again(const Repeated& self, PyObject* const* args, Py_ssize_t 
       arguments.op = value;
     else if (name == peer_name && at.root && !arguments.root)
       arguments.root = value;
-    else if (name == tag_name)
+    else if (name == tag_name && at.whole)
       arguments.tag = value;
     else if (message)
       return {};
-    else if (name == algorithm_name)
+    else if (name == algorithm_name && at.whole && !at.received)
       arguments.algorithm = value;
     else if (name == async_name && PyBool_Check(value))
       arguments.async = value == Py_True;

@@ -246,6 +246,20 @@ def test_repeated_calls_with_uneven_parts_are_right(comm: Communicator) -> None:
 
 
 @on_ranks(2)
+def test_repeated_calls_take_no_other_arguments_than_the_first(comm: Communicator) -> None:
+    each, x = [1] * comm.size, torch.ones(comm.size)
+    for _ in range(2):
+        comm.all_to_all_v(torch.empty_like(x), x, each, each)
+        comm.barrier()
+        with pytest.raises(TypeError, match="'algorithm'"):
+            comm.all_to_all_v(torch.empty_like(x), x, each, each, algorithm="direct")  # type: ignore[call-arg]
+        with pytest.raises(TypeError, match="'algorithm'"):
+            comm.barrier(algorithm="direct")  # type: ignore[call-arg]
+        with pytest.raises(TypeError, match="'tag'"):
+            comm.barrier(tag=0)  # type: ignore[call-arg]
+
+
+@on_ranks(2)
 def test_results_are_copied_to_the_memory_given_in_the_call(comm: Communicator) -> None:
     """Before the data arrives, the output gets other memory and the inputs are overwritten."""
     n, each = comm.size, 70_000
