@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from ringdp.errors import UsageError
+from ringdp.parallel.guards.resting import unguarded
 from ringdp.parallel.unit import FlatUnit
 
 Call = Callable[[int, int], None]  # (the unit's index, the parameter's in it)
@@ -36,6 +37,7 @@ class UnitGradHooks:
         self.pending: set[int] = set()  # parameters whose gradients this backward has yet to make
         self.register()
 
+    @unguarded
     def register(self) -> None:
         """Add hooks to parameters that train and have none yet."""
         unit, index, comes, made = self.unit, self.unit.index, self._comes, self._made

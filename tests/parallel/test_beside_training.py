@@ -13,6 +13,7 @@ from torch import nn
 
 import ringdp
 from ringdp import Communicator, Offload, Precision
+from ringdp.parallel.guards.resting import ShardedParam
 from ringdp.parallel.optimizer.clip import unscale_gradients
 from tests.parallel.small import (
     assert_equal,
@@ -255,6 +256,21 @@ def test_an_unfrozen_parameter_trains_before_its_module_is_called(
         first = weight.clone()
         comm.broadcast(first)
         assert torch.equal(weight, first)
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_the_engine_reads_frozen_parameters_without_their_guards(
+    comm: Communicator, stage: int
+) -> None:
+    """Otherwise an iteration would take 5 us for each of them."""
+    model = net()
+    model.requires_grad_(False)[0][0].bias.requires_grad_(True)
+    engine = ringdp.shard(model, stage=stage, comm=comm)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShardedParam, "__torch_function__", None)
+        loss(model).backward()
     engine.close()
 
 
