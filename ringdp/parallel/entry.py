@@ -77,7 +77,6 @@ def shard(
         if type(value) is not int or value < 0:
             raise UsageError(f"{name} is {value!r}; it must be an int of at least 0")
     row, precision, offload = stage_of(stage), precision or Precision(), offload or Offload()
-    offload.check(row)
     meta.check(model, init)
     comm = communicator_of(comm, model.parameters())
     found = find_units(model, unit, persist_below=persist_below, precision=precision)
@@ -85,6 +84,7 @@ def shard(
     named = model.named_parameters()
     facts = [(n, facts_of(p) | {"name": n, "unit": within[p], "stage": stage}) for n, p in named]
     check_equal(comm, facts, "shard")
+    offload.check(row)  # only now: where the stages differ, some ranks might raise alone
     placed = (p.device for p in model.parameters() if not p.is_meta)
     ledger = Ledger(comm, next(placed, comm.device))
     units = _build(model, found, row, offload, ledger, init)

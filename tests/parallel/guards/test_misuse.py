@@ -196,9 +196,11 @@ def test_different_models_on_the_ranks_are_refused(comm: Communicator, stage: in
 
 @on_ranks(2)
 def test_different_stages_on_the_ranks_are_refused(comm: Communicator) -> None:
-    """Otherwise the ranks would wait for each other until the timeout."""
-    with pytest.raises(ringdp.ModelError, match="'weight' with stage 2 on rank 1"):
-        ringdp.shard(nn.Linear(8, 8), stage=1 + comm.rank, comm=comm)
+    """Otherwise the ranks would wait for each other until the timeout. Rank 0's stage alone could
+    not offload."""
+    offload = ringdp.Offload(optimizer=True)
+    with pytest.raises(ringdp.ModelError, match="'weight' with stage 1 on rank 1"):
+        ringdp.shard(nn.Linear(8, 8), stage=comm.rank, offload=offload, comm=comm)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
