@@ -46,14 +46,14 @@ def trace(path: str | os.PathLike[str]) -> Trace:
     file exists once rank 0 leaves the block. Raises UsageError if it cannot be written, and
     CommunicationError if a rank does not arrive.
     """
-    return Trace(Path(path))
+    return Trace(path)
 
 
 class Trace:
     """The context manager that `trace` returns."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path, self._given = Path(path), path
         self._recorder: recorder.Recorder | None = None
 
     def start(self) -> Trace:
@@ -66,7 +66,7 @@ class Trace:
         there, _ = meeting(PrefixStore("trace", store), rank, ranks, TIMEOUT, "trace", places)
         there, pids = limited(there, TIMEOUT), cache(partial(pid_of, limited(before, TIMEOUT)))
         self._meeting = Meeting(there, rank, ranks, host(), has_ended, pid_of=pids)  # type: ignore[arg-type]  # torch's stubs
-        complaint = unwritable("trace", self.path, trace=True) if rank == 0 else None
+        complaint = unwritable("trace", self._given, trace=True) if rank == 0 else None
         own = str(self.path.absolute())
         self._opened = self._meeting.open(complaint, own)
         # Do not write where only the store says: anybody may have written it there.
@@ -169,12 +169,15 @@ class Trace:
             raise _unwritten(self.path, e) from None
 
 
-def unwritable(asked: str, path: Path, *, trace: bool) -> str | None:
-    """Return why `path` cannot be written, or None; leave no new file behind.
+def unwritable(asked: str, given: str | os.PathLike[str], *, trace: bool) -> str | None:
+    """Return why `given` cannot be written, or None; leave no new file behind.
 
     `asked` begins the message. A trace replaces the file, and has parts beside it.
     """
+    path = Path(given)
     try:
+        if os.fspath(given).endswith(("/", "/.")) and not path.is_dir():
+            raise ValueError("it names a directory")  # as a Path it would be that of a file
         if path == Path("-"):
             raise ValueError("it means standard output, not a file")
         existed = path.exists()
@@ -189,7 +192,7 @@ def unwritable(asked: str, path: Path, *, trace: bool) -> str | None:
             parts.check(path)
     except (OSError, ValueError) as e:  # ValueError: also a name with a null byte
         return (
-            f"{asked}: cannot write {path}: {getattr(e, 'strerror', e)}; allowed: a file in a "
+            f"{asked}: cannot write {given}: {getattr(e, 'strerror', e)}; allowed: a file in a "
             "directory that exists and is writable"
         )
     return None

@@ -188,6 +188,7 @@ def test_bad_paths_are_refused_on_every_rank(comm: ringdp.Communicator, tmp_path
         lambda: ringdp.trace("/nowhere/run.json").start(),
         lambda: ringdp.trace(pipe).start(),
         lambda: ringdp.trace("a\0b").start(),
+        lambda: ringdp.trace(f"{path}/").start(),
         *(lambda n=n: ringdp.trace(path.with_name("n" * n)).start() for n in (240, 300)),
         lambda: ringdp.trace(path).stop(),
     ):
@@ -204,7 +205,8 @@ def test_bad_paths_are_refused_on_every_rank(comm: ringdp.Communicator, tmp_path
     )
     assert messages[1].startswith(f"trace: cannot write {pipe}: it is a device or a pipe; allowed")
     assert "embedded null " in messages[2]  # "byte"; from Python 3.13 on "character"
-    assert all("nnn: File name too long; allowed" in message for message in messages[3:5])
-    assert messages[5] == "this trace does not run; start it first"
+    assert all("nnn: File name too long; allowed" in message for message in messages[4:6])
+    assert f"cannot write {path}/: it names a directory; allowed" in messages[3]
+    assert messages[6] == "this trace does not run; start it first"
     comm.barrier()  # rank 0 writes the file
     assert path.exists()
