@@ -169,6 +169,11 @@ def test_distributed_data_parallel_refuses_unimplemented_arguments(comm, wrong):
         ringdp.DistributedDataParallel(net(), process_group=comm, **wrong)
 
 
+def test_distributed_data_parallel_is_named_in_errors_of_its_arguments(comm):
+    with pytest.raises(TypeError, match=r"^DistributedDataParallel\.__init__\(\) got .*'wrong'"):
+        ringdp.DistributedDataParallel(net(), process_group=comm, wrong=1)
+
+
 def test_the_zero_redundancy_optimizer_refuses_noncontiguous_parameters(comm):
     turned = nn.Parameter(torch.ones(3, 2).t())
     with pytest.raises(UsageError, match=r"has strides \(1, 2\); allowed: contiguous ones"):

@@ -193,4 +193,6 @@ class DistributedDataParallel(Replica):
     _set_ddp_sink_clone = _Torchs._set_ddp_sink_clone
 
 
+# The name in Python's errors for a missing or unexpected argument.
+Replica.__init__.__qualname__ = f"{DistributedDataParallel.__name__}.__init__"
 _Torchs.register(DistributedDataParallel)  # isinstance() of torch's class, as libraries check
