@@ -82,6 +82,24 @@ def test_a_rank_that_closed_before_this_ranks_collective_is_lost(store_client):
     assert here.failure[:2] == (FailureKind.LOST, 1)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_wait_for_any_rank_loses_another_one_once_all_have_closed(store_client, rank: int):
+    store = HashStore()
+    here = Failures(store_client(store), rank, 3, busy)
+    others = {0, 1, 2} - {rank}
+    with here.waits_for(-1):
+        for other in others:
+            for _ in range(failures.LAST_LOOKS + 1):
+                here.poll()
+            assert here.failure is None
+            store.set(f"closed/{other}", "1")
+        for _ in range(failures.LAST_LOOKS + 1):
+            here.poll()
+    assert here.failure is not None
+    assert here.failure.kind is FailureKind.LOST
+    assert here.failure.rank in others
+
+
 class EndedStore(HashStore):
     """A store whose server has ended."""
 
