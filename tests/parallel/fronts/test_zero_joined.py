@@ -54,6 +54,22 @@ def test_ranks_without_inputs_step_their_slices(
 
 
 @on_ranks(2)
+def test_a_rank_without_inputs_drops_its_own_gradients(comm: Communicator) -> None:
+    """Rank 0, whose slice is the first parameter, has a gradient of it from its last step; rank 1
+    then steps only the second."""
+    gloo()
+    first, second = params = [nn.Parameter(torch.zeros(16)) for _ in range(2)]
+    optimizer = fronts.ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=1.0)
+    with Join([optimizer]):
+        for step in range(1 + comm.rank):
+            for p in params:
+                p.grad = torch.ones(16) if step == 0 or p is second else None
+            optimizer.step()
+    assert torch.equal(first, torch.full((16,), -1.0))
+    assert torch.equal(second, torch.full((16,), -2.0))
+
+
+@on_ranks(2)
 def test_join_can_raise_on_early_termination(comm: Communicator) -> None:
     gloo()
     net = ringdp.DistributedDataParallel(nn.Linear(12, 3))
