@@ -134,6 +134,16 @@ def test_a_call_is_in_progress_although_a_later_one_has_ended(store_client):
     assert (record.begun, record.finished, max(calls)) == (2, 1, 2)
 
 
+def test_a_rank_answers_each_request_once(store_client):
+    place = HashStore()
+    board = StatusBoard(store_client(place), 0, 1)
+    for asks in (False, True, False, True):
+        if asks:
+            place.add("asked", 1)
+        board.answer()
+        assert place.delete_key("state/0") == asks
+
+
 def test_a_silent_rank_is_described_by_its_process(store_client, monkeypatch):
     monkeypatch.setattr(status, "PATIENCE", 0.01)
     place = HashStore()
