@@ -122,6 +122,25 @@ def make_optimizer(name: str, model: nn.Module, lr: float = 0.01) -> Any:
     return library.AdamW(parameters, lr=lr)
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_loading_replaces_what_an_earlier_forward_has_gathered(
+    comm: Communicator, tmp_path: Path, stage: int
+) -> None:
+    """A forward without a backward leaves its units gathered."""
+    model = net()
+    engine = ringdp.shard(model, stage=stage, comm=comm)
+    ringdp.save(tmp_path / "checkpoint", engine)
+    want = loss(model, 0).item()
+    with engine.full_parameters(write=True):
+        for p in model.parameters():
+            p.data.add_(1)
+    assert loss(model, 0).item() != want
+    ringdp.load(tmp_path / "checkpoint", engine)
+    assert loss(model, 0).item() == want
+    engine.close()
+
+
 @pytest.mark.parametrize(
     ("wrote", "reads"), [((4, 3), [(4, 1), (2, 1), (1, 0), (3, 2)]), ((1, 0), [(4, 3)])]
 )
