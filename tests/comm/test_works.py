@@ -30,6 +30,9 @@ def check_waits(comm: Communicator) -> None:
         assert works[i].is_completed()
         assert works[i].exception() is None
     assert all(w.is_completed() for w in works)  # collectives complete in the order of issue
+    ended = comm.all_reduce(torch.ones(1))
+    assert ended.is_completed()
+    assert ended.exception() is None
     for i, t in enumerate(tensors):
         assert torch.equal(t, everyone(comm, 2000 * i, seed=i).sum(0))
 
