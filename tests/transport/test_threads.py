@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import time
 import weakref
+from contextlib import nullcontext
 from queue import Empty
-from threading import Thread
+from threading import Event, Thread
+from weakref import WeakSet
 
 import pytest
 
-from ringdp.transport.threads import Answer, Bell, _threads, complete, join, spawn
+from ringdp.transport import threads as module
+from ringdp.transport.threads import (
+    WAITING,
+    Answer,
+    Bell,
+    _threads,
+    at_exit,
+    complete,
+    join,
+    spawn,
+)
 
 SHORT = 0.01  # seconds
 
@@ -98,3 +111,34 @@ def test_a_thread_that_cannot_be_started_is_not_joined_at_exit(monkeypatch):
         spawn(lambda: None, "never started")
     join([thread for thread in _threads if thread.name == "never started"])
     del kept
+
+
+class Ends:
+    def __init__(self) -> None:
+        self.ended = Event()
+
+    def end(self) -> None:
+        self.ended.set()
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_exit_waits_until_a_thread_that_it_ends_has_returned(monkeypatch, ours: bool):
+    """One of ours, or a user's that waits in a call."""
+    for name in ("_endings", "_threads"):
+        monkeypatch.setattr(module, name, WeakSet())
+    ends, waits = Ends(), Event()
+    at_exit(ends)
+
+    def run() -> None:
+        with nullcontext() if ours else WAITING:
+            waits.set()
+            ends.ended.wait()
+        time.sleep(10 * SHORT)
+
+    if ours:
+        thread = spawn(run, "late")
+    else:
+        (thread := Thread(target=run)).start()
+    waits.wait()
+    module._end()
+    assert not thread.is_alive()
