@@ -121,6 +121,26 @@ def launched(monkeypatch):
     return launched
 
 
+@pytest.mark.parametrize(
+    ("rank", "agent", "serves"),
+    [("0", "True", False), ("0", "False", True), ("1", "False", False), ("1", "True", False)],
+)
+def test_rank_0_serves_the_jobs_store_unless_torchruns_agent_does(
+    launched, monkeypatch, rank: str, agent: str, serves: bool
+):
+    asked = list[bool]()
+
+    def server(place: store._Place, limit: timedelta, *, serves: bool) -> dist.Store:
+        asked.append(serves)
+        return dist.HashStore()
+
+    monkeypatch.setattr(store, "_server", server)
+    monkeypatch.setattr(store, "_stores", {})
+    launched(RANK=rank, TORCHELASTIC_USE_AGENT_STORE=agent)
+    store.job_store(CALL_TIMEOUT)
+    assert asked == [serves]
+
+
 def test_an_unreachable_store_is_a_communication_error(launched):
     with socket.socket() as taken:  # bound, but not listening
         taken.bind(("127.0.0.1", 0))
