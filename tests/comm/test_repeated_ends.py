@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from ringdp import Communicator, PeerLost, UsageError
+from ringdp import CommunicationError, Communicator, PeerLost, UsageError
 from ringdp.comm import job
 from ringdp.comm.call import place
 from ringdp.transport.base import Exchange
@@ -42,6 +42,17 @@ def test_repeated_calls_can_run_in_the_background(comm: Communicator) -> None:
             assert work.is_completed()
         assert all(bool((y == comm.size).all()) for y in kept)
     assert not comm._transport.kept
+
+
+@on_ranks(2)
+def test_repeated_calls_of_a_closed_communicator_are_refused(comm: Communicator) -> None:
+    x = torch.ones(4)
+    other = comm.duplicate()
+    other.all_reduce(x)
+    other.close()
+    for later in (False, True):
+        with pytest.raises(CommunicationError, match="all_reduce on a communicator that has been"):
+            other.all_reduce(x, async_op=later)
 
 
 @pytest.mark.parametrize("n", [2, 4])
