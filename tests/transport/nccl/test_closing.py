@@ -11,6 +11,7 @@ import weakref
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -38,11 +39,11 @@ def test_an_aborted_communicator_frees_its_device_memory(comm: Communicator) -> 
     for streams.captures in (False, True):
         other.all_reduce(torch.ones(4), algorithm="direct")
     streams.captures = False
-    x = torch.ones(4)
-    references = [weakref.ref(transport._staging), weakref.ref(x)]
+    memory = np.ones(4, np.float32)
+    references = [weakref.ref(transport._staging), weakref.ref(memory)]
     streams.ended.clear()
-    other.all_reduce(x, async_op=True)
-    del x
+    other.all_reduce(torch.from_numpy(memory), async_op=True)
+    del memory
     comm.barrier()
     other.abort()
     wait_until(lambda: [ref() for ref in references] == [None, None])
@@ -138,6 +139,20 @@ def test_a_device_failure_is_logged_at_exit_unless_a_call_raised_it(
         assert failed == [None]
         assert "CollectiveMismatch: ranks" in logged[0]
         assert "all_reduce #0 (float32, max) of 4" in logged[0]
+
+
+@on_ranks(2, pool="over_nccl")
+def test_closing_amid_a_collective_is_no_failure_at_exit(comm: Communicator) -> None:
+    other, failed = comm.duplicate(), list[None]()
+    put_behind(other)
+    other.all_reduce(torch.ones(4), async_op=True)
+    other.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(in_flight.Watching, "heard", False)
+        patch.setattr("ringdp._core.fail_at_exit", lambda: failed.append(None))
+        other._transport.end()
+    assert not failed
+    comm.barrier()
 
 
 def test_fail_at_exit_sets_the_exit_code() -> None:
