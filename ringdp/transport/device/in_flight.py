@@ -126,7 +126,8 @@ class Watching(C10dTransport):
         failure, number = self._failures.failure, self._status.under_way()
         if failure is None or failure.kind is FailureKind.STOPPED or Watching.heard:
             return
-        if number is not None and (call := self.call(self.rank, number)) is not None:
+        if number is not None:
+            call, _ = self._status.calls[number]
             self._unheard(self, call, failure)
             _core.fail_at_exit()
 
