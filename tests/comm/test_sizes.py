@@ -11,6 +11,11 @@ import pytest
 import torch
 
 from ringdp import Communicator
+from ringdp.comm.call import fingerprint
+from ringdp.comm.guard import _disagreement
+from ringdp.transport.base import Failure, FailureKind
+from ringdp.transport.records import SITE_BYTES, RankRecord
+from ringdp.transport.store.status import State, Survey
 from tests.comm.failing import by_turns, catch, fallible
 from tests.ranks import on_ranks
 
@@ -19,6 +24,8 @@ pytestmark = pytest.mark.process
 PART = 6  # elements of a part, where all are equal
 LINES = 64  # the longest small message
 LARGE = 50_000  # several slabs
+
+SITE = b"train.py:40".ljust(SITE_BYTES, b"\0")
 
 Sizes = list[int]
 
@@ -114,3 +121,29 @@ def test_a_part_of_another_size_is_a_mismatch_on_all_ranks(
     else:
         found_bytes, expected = map(int, found.groups())
         assert (found_bytes > expected) == (more > 0), h
+
+
+@pytest.mark.parametrize(
+    ("op", "found", "why"),
+    [
+        ("sum", 24, ["  with different sizes"]),
+        (
+            "sum",
+            32,
+            [
+                "  rank 0 found a message of 32 bytes of collective #0 from rank 1 "
+                "where it expected a message of 24 bytes of collective #0"
+            ],
+        ),
+        ("max", 24, []),
+        ("max", 32, []),
+    ],
+)
+def test_only_equal_calls_are_explained_by_what_was_found(
+    op: str, found: int, why: list[str]
+) -> None:
+    """Rank 0, which calls with the op sum, expects 24 bytes from rank 1."""
+    calls = [(0, fingerprint("reduce_scatter", torch.float32, o, 0), 6, SITE) for o in ("sum", op)]
+    seen = Survey([State(RankRecord(1, 1, 0, 0, 0, 0.0), None, {0: call}) for call in calls])
+    failure = Failure(FailureKind.MISMATCH, 1, 0, (0, 1, 24), (0, 1, found))
+    assert _disagreement(failure, seen, ()).splitlines()[3:] == why
