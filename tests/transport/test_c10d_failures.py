@@ -42,6 +42,7 @@ from tests.comm.test_late import TIMEOUT
 from tests.comm.test_mistakes import ELEMENTS, MISTAKES
 from tests.forks import CALL_TIMEOUT, Forks, Report, store
 from tests.ranks import on_ranks
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.process
 
@@ -121,6 +122,23 @@ def test_a_rank_that_ends_is_reported_lost_by_all_others(forks: Forks, how, when
             assert names_its_line(h.text), where
             assert h.text.startswith(f"rank {rank} "), where
             assert f"; rank {victim} has ended" in h.text.splitlines()[0], where
+
+
+def polls(comm: Communicator, report: Report) -> None:
+    (c,) = communicators(comm, 1)
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    work = c.irecv(torch.ones(SMALL))
+    with suppress(AssertionError):
+        wait_until(work.is_completed, CALL_TIMEOUT / 6)
+    report(repr(work.exception()))
+
+
+def test_polling_for_a_message_of_any_rank_notices_a_death(forks: Forks):
+    here, killed = forks(2, polls)
+    assert (here.code, killed.code) == (0, -signal.SIGKILL)
+    assert "PeerLost" in here.reported[0]
+    assert "rank 1 has ended" in here.reported[0]
 
 
 @pytest.mark.parametrize("message", [False, True])
