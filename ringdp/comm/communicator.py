@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ from ringdp.errors import UsageError
 from ringdp.tape import recorder
 from ringdp.transport import heap
 from ringdp.transport.base import FailureKind, Transport
-from ringdp.transport.threads import Grouping
+from ringdp.transport.threads import Grouping, Living
 
 # (name, ranks, timeout, parent) -> a transport over those ranks of the job; collective over them.
 # The name is unique. `parent` is the transport over which the ranks agreed to make this one.
@@ -51,7 +50,7 @@ class Communicator(Reductions, Moves, Messages, Traced):
         timeout: float,
         warn_after: float,
         parent: Transport | None = None,
-        duplicates: WeakSet[Transport] | None = None,
+        duplicates: Living[Transport] | None = None,
     ) -> None:
         """Collective over `ranks`: the job's numbers of the ranks, which are 0, 1, ... here.
 
@@ -60,14 +59,14 @@ class Communicator(Reductions, Moves, Messages, Traced):
         if len(ranks) > ANY_RANK:
             raise UsageError(f"a communicator of {len(ranks)} ranks; allowed: at most {ANY_RANK}")
         self._connect, self._ranks, self._name = connect, tuple(ranks), name
-        self._siblings = WeakSet[Transport]() if duplicates is None else duplicates  # this one, too
+        self._siblings = Living[Transport]() if duplicates is None else duplicates  # this one, too
         transport = connect(name, self._ranks, timeout, parent)
         super().__init__(transport, Guard(transport, warn_after, self._siblings))
         self._siblings.add(transport)
         if self.device.type == "cpu":
             heap.keep()
         self.set_timeout(timeout)
-        self._children: WeakSet[Communicator] = WeakSet()
+        self._children = Living[Communicator]()
         recorder.join(self)
 
     @property
@@ -158,7 +157,7 @@ class Communicator(Reductions, Moves, Messages, Traced):
         return f"{self._name}.{self.issued}"
 
     def _create(
-        self, name: str, ranks: Sequence[int], duplicates: WeakSet[Transport] | None = None
+        self, name: str, ranks: Sequence[int], duplicates: Living[Transport] | None = None
     ) -> Communicator:
         created = Communicator(
             self._connect,

@@ -22,11 +22,11 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -36,13 +36,31 @@ PATIENCE = 1.0  # seconds at exit for all threads together; a late one waits for
 T = TypeVar("T")
 
 
+class Living(Generic[T]):
+    """Objects that it does not keep alive. Unlike with a WeakSet, other threads may add and discard
+    objects during an iteration."""
+
+    def __init__(self) -> None:
+        self._objects = WeakKeyDictionary[T, None]()
+
+    def add(self, one: T) -> None:
+        self._objects[one] = None
+
+    def discard(self, one: T) -> None:
+        self._objects.pop(one, None)
+
+    def __iter__(self) -> Iterator[T]:
+        found = [ref() for ref in self._objects.keyrefs()]
+        return (one for one in found if one is not None)
+
+
 class Ending(Protocol):
     def end(self) -> None:
         """Make every thread that waits in this object return with an error. Called at exit."""
 
 
-_endings: WeakSet[Ending] = WeakSet()
-_threads: WeakSet[threading.Thread] = WeakSet()
+_endings = Living[Ending]()
+_threads = Living[threading.Thread]()
 _waits = set[int]()  # ids of the user's threads that wait in a call
 
 

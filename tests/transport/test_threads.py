@@ -7,7 +7,6 @@ import weakref
 from contextlib import nullcontext
 from queue import Empty
 from threading import Event, Thread
-from weakref import WeakSet
 
 import pytest
 
@@ -16,6 +15,7 @@ from ringdp.transport.threads import (
     WAITING,
     Answer,
     Bell,
+    Living,
     _threads,
     at_exit,
     complete,
@@ -100,6 +100,22 @@ def test_an_interrupted_finalizer_runs_again():
     assert next(ends, "none is left") == "none is left"
 
 
+def test_other_threads_may_change_living_objects_during_an_iteration():
+    """As one does that starts threads, or closes a duplicate."""
+    one, two, three = Thread(), Thread(), Thread()
+    living = Living[Thread]()
+    living.add(one)
+    living.add(two)
+    found = iter(living)
+    seen = {next(found)}
+    living.add(three)
+    living.discard(one)
+    assert {*seen, *found} == {one, two}
+    assert {*living} == {two, three}
+    del two, seen
+    assert {*living} == {three}
+
+
 def test_a_thread_that_cannot_be_started_is_not_joined_at_exit(monkeypatch):
     """The exit would end there with an error, and other threads would not be joined."""
 
@@ -125,7 +141,7 @@ class Ends:
 def test_exit_waits_until_a_thread_that_it_ends_has_returned(monkeypatch, ours: bool):
     """One of ours, or a user's that waits in a call."""
     for name in ("_endings", "_threads"):
-        monkeypatch.setattr(module, name, WeakSet())
+        monkeypatch.setattr(module, name, Living())
     ends, waits = Ends(), Event()
     at_exit(ends)
 

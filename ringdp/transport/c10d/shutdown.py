@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from weakref import WeakSet
 
 import torch
 from torch.distributed import DistError, ProcessGroup, Work
@@ -48,7 +47,7 @@ def retire(
     store: StoreClient,
     queues: Sequence[threads.Queue],
     group: ProcessGroup,
-    sending: WeakSet[threading.Thread],
+    sending: threads.Living[threading.Thread],
     process: int,
 ) -> None:
     """End this rank's part: publish its last status, then end its threads and connections."""
@@ -60,8 +59,9 @@ def retire(
     for queue in queues:
         queue.end()
     store.end()
+    begun = list(sending)
     with suppress(RuntimeError):  # at exit no thread starts, and C10dTransport.end cuts by itself
-        threads.spawn(partial(_cut_after, group, list(sending)), "ringdp-c10d")
+        threads.spawn(partial(_cut_after, group, begun), "ringdp-c10d")
 
 
 def _cut_after(group: ProcessGroup, sending: list[threading.Thread]) -> None:

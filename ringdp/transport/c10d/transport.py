@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
-from weakref import WeakMethod, WeakSet
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -85,7 +85,7 @@ class C10dTransport(Transport):
         self._open = dict[int, None]()  # tickets of collectives and messages that have not ended
         self._watched = False
         self._jobs, self._messages = threads.Queue("ringdp-c10d"), threads.Queue("ringdp-c10d")
-        self._sending: WeakSet[threading.Thread] = WeakSet()  # sends that no caller waits for
+        self._sending = threads.Living[threading.Thread]()  # sends that no caller waits for
         # Runs at `close` or when the transport is collected; idle threads do not keep it alive.
         ends = self._failures, self._status, self._store, (self._jobs, self._messages)
         self._stop = weakref.finalize(self, retire, *ends, group, self._sending, self._process)
