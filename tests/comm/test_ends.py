@@ -120,9 +120,12 @@ import threading, time
 import torch
 import ringdp
 from ringdp.transport import threads
+from ringdp.transport.store.processes import has_ended
 
 threading.excepthook = lambda _: None
 comms = [ringdp.init() for _ in range(8)]
+pid = comms[0]._transport.record(0).pid
+comms[0].barrier()
 
 def receive(comm):
     try:
@@ -135,8 +138,8 @@ if comms[0].rank == 0:
         threading.Thread(target=receive, args=(comm,), daemon=True).start()
     while len(threads._waits) < len(comms):
         time.sleep(0.01)
-else:
-    time.sleep(1)  # its end would end their calls before
+while comms[0].rank == 1 and not has_ended(pid):  # an earlier end would end rank 0's calls
+    time.sleep(0.01)
 """
 
 
