@@ -60,26 +60,27 @@ def test_repeated_calls_of_a_closed_communicator_are_refused(comm: Communicator)
 def test_other_threads_run_while_a_brief_call_waits(comm: Communicator) -> None:
     """A brief call keeps the GIL at first, while it spins and, with more ranks than cores, while it
     yields."""
-    x, over, ticks = torch.ones(8), threading.Event(), list[float]()
-
-    def tick() -> None:
-        while not over.wait(0.001):
-            ticks.append(time.monotonic())
-
+    x, record = torch.ones(8), comm._transport.record
     for _ in range(2):  # the second call is a repeated one
         comm.all_reduce(x)
-    thread = threading.Thread(target=tick)
-    thread.start()
-    comm.barrier()
-    if comm.rank:
-        time.sleep(0.3)
-    since = time.monotonic()
-    comm.all_reduce(x)
-    until = time.monotonic()
-    over.set()
-    thread.join()
-    if comm.rank == 0:
-        assert sum(since < t < until for t in ticks) > 10
+    before = record(comm.rank).begun
+    with comm.duplicate() as other:
+
+        def tick() -> None:
+            while record(0).begun == before:
+                time.sleep(0.001)
+            for _ in range(10):
+                time.sleep(0.001)
+            other.barrier()
+
+        thread = threading.Thread(target=tick)
+        if comm.rank == 0:
+            thread.start()
+        else:
+            other.barrier()  # until rank 0's thread has run during its call
+        comm.all_reduce(x)
+        if comm.rank == 0:
+            thread.join()
 
 
 BY = {"direct": "", "ring": ", by ring"}
