@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import NamedTuple
 
 import torch
@@ -147,49 +147,40 @@ def _in_parts(parts: Parts) -> dict[str, Case]:
     def cut(buffer: Tensor, n: int, first: int = 0) -> Sequence[Tensor]:
         return torch.split(buffer, part_sizes(len(buffer), parts(n), first))
 
+    case = partial(Case, bus=others, parts=parts)
     return {
-        "reduce_scatter": Case(
+        "reduce_scatter": case(
             takes=whole,
             gives=part,
-            bus=others,
             moves=lambda n, registered: Moves(read=(n - 2) * own(n, -1), pulled=own(n, -1)),
             result=lambda inputs, rank, n, op: cut(_folded(inputs, n, op), n)[rank],
             reduces=True,
-            parts=parts,
         ),
-        "all_gather": Case(
+        "all_gather": case(
             takes=part,
             gives=whole,
-            bus=others,
             moves=collecting,
             result=lambda inputs, rank, n, op: _joined(inputs, n),
-            parts=parts,
         ),
-        "gather": Case(
+        "gather": case(
             takes=part,
             gives=whole,
-            bus=others,
             moves=collecting,
             result=lambda inputs, rank, n, op: None if rank else _joined(inputs, n),
-            parts=parts,
         ),
-        "scatter": Case(
+        "scatter": case(
             takes=whole,
             gives=part,
-            bus=others,
             moves=lambda n, registered: Moves(pulled=own(n, -1)),
             result=lambda inputs, rank, n, op: cut(inputs(0), n)[rank],
-            parts=parts,
         ),
-        "all_to_all": Case(
+        "all_to_all": case(
             takes=whole,
             gives=whole,
-            bus=others,
             moves=collecting,
             result=lambda inputs, rank, n, op: torch.cat(
                 [cut(inputs(q), n, q)[rank] for q in range(n)]
             ),
-            parts=parts,
         ),
     }
 
