@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
 from contextlib import suppress
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -39,7 +39,7 @@ DEPTH = 4  # FIFO slots of a channel: the fused ring needs 2
 CHANNELS = {"cuda": 16, "cpu": 2}  # not measured: NCCL takes as many blocks within a host
 # Bytes of all slots of a window: with 8 ranks on a GPU, slabs still have SLAB bytes.
 MOST = 64 << 20
-KEPT = 512  # jobs in the cache
+KEPT = 512  # jobs: those used last
 FAULTS = {
     Fault.TIMEOUT: FailureKind.TIMEOUT,
     Fault.MISMATCH: FailureKind.MISMATCH,
@@ -69,8 +69,7 @@ class PeerTransport(DeviceTransport):
         self._shape = shape(given.handshake.ranks, CHANNELS[where.type])
         self._last_words = given.store
         self._exits = threading.Event()
-        # By what determines a job, the last used one last.
-        self._jobs_made: OrderedDict[tuple[object, ...], _Made] = OrderedDict()
+        self._made = lru_cache(maxsize=KEPT)(self._make)
         self._windows = windows(where, given.handshake, self._shape.window)
         super().__init__(given, where)
 
@@ -106,49 +105,41 @@ class PeerTransport(DeviceTransport):
     # --- on the issuing thread
 
     def _execute(self, ours: Stamped, run: Run, buffer: Tensor) -> int:
-        made, channels = self._made(run), self._shape.channels
+        made = self._made(run._replace(kind=0), self.timeout)  # a job serves every tag
+        if self._streams.capturing():
+            self._captured |= {made.job, made.tables}
+        channels = self._shape.channels
         room = self._room(jobs.room_bytes(run.program, self._shape, channels, run.dtype)).data_ptr()
         name, at, number = kernel_name(run.dtype), buffer.data_ptr(), ours.digest + 1  # not 0
         self._kernels.launch(Launch(name, (channels, 1), made.job, made.shared, at, room, number))
         return 0  # the device counts the bytes
 
-    def _made(self, run: Run) -> _Made:
-        asked = run.program, run.bounds, run.op, run.dtype, self.timeout
-        if asked in self._jobs_made:
-            self._jobs_made.move_to_end(asked)
-            made = self._jobs_made[asked]
-        else:
-            if self._streams.capturing():
-                raise self._uncapturable("a table for its kernel")
-            program = jobs.greeted(run.program)
-            shared = jobs.shared_bytes(program)
-            rows = jobs.rows_of(program).flatten().view(torch.int64)  # 6 int32 each
-            tables = self._streams.sent(torch.cat([torch.tensor(run.bounds), rows]))
-            job = Job(
-                self.rank,
-                *self._shape,
-                active=self._shape.channels,
-                number=0,  # the launch sets number, buffer and room
-                timeout=int(min(self.timeout * 1e9, LONGEST)),
-                op=REDUCE_OPS.index(run.op),
-                rows=tables.data_ptr() + 8 * len(run.bounds),
-                length=len(program.rows),
-                bounds=tables.data_ptr(),
-                chunks=program.chunks,
-                scratch=program.scratch,
-                buffer=0,
-                room=0,
-                counts=self._counts.data_ptr(),
-                failure=self._failure.data_ptr(),
-                windows=self._table.data_ptr(),
-            )
-            made = _Made(self._streams.sent(torch.tensor([job])), tables, shared)
-            self._jobs_made[asked] = made
-            if len(self._jobs_made) > KEPT:
-                self._jobs_made.popitem(last=False)
+    def _make(self, run: Run, timeout: float) -> _Made:
         if self._streams.capturing():
-            self._captured |= {made.job, made.tables}
-        return made
+            raise self._uncapturable("a table for its kernel")
+        program = jobs.greeted(run.program)
+        rows = jobs.rows_of(program).flatten().view(torch.int64)  # 6 int32 each
+        tables = self._streams.sent(torch.cat([torch.tensor(run.bounds), rows]))
+        job = Job(
+            self.rank,
+            *self._shape,
+            active=self._shape.channels,
+            number=0,  # the launch sets number, buffer and room
+            timeout=int(min(timeout * 1e9, LONGEST)),
+            op=REDUCE_OPS.index(run.op),
+            rows=tables.data_ptr() + 8 * len(run.bounds),
+            length=len(program.rows),
+            bounds=tables.data_ptr(),
+            chunks=program.chunks,
+            scratch=program.scratch,
+            buffer=0,
+            room=0,
+            counts=self._counts.data_ptr(),
+            failure=self._failure.data_ptr(),
+            windows=self._table.data_ptr(),
+        )
+        shared = jobs.shared_bytes(program)
+        return _Made(self._streams.sent(torch.tensor([job])), tables, shared)
 
     # --- on the watchdog thread
 
@@ -167,7 +158,7 @@ class PeerTransport(DeviceTransport):
         with self._launching:
             pass  # a launch under way is over, and on the host its kernel; later ones are refused
         self._streams.drain()
-        self._jobs_made.clear()
+        self._made.cache_clear()
         if replays:  # a replay may still write to windows, and to its counts when it ends
             held = self._counts, self._table, self._failure, self._windows
             _of_replays.append((*self._captured, *held))
