@@ -21,7 +21,7 @@ from ringdp.transport.device import in_flight
 from ringdp.transport.peer.jobs import LINE, SLAB, stopped
 from ringdp.transport.peer.kernels import Kernels, Launch
 from ringdp.transport.peer.transport import DEPTH, MOST, shape
-from ringdp.transport.peer.windows import Windows
+from ringdp.transport.peer.windows import HostWindows
 from tests.comm.failing import Caught, catch
 from tests.forks import CALL_TIMEOUT
 from tests.ranks import on_ranks
@@ -100,7 +100,7 @@ def test_a_rank_can_exit_while_others_map_its_window(comm: Communicator) -> None
 
 
 class Spied:
-    def __init__(self, windows: Windows) -> None:
+    def __init__(self, windows: HostWindows) -> None:
         self._windows, self.calls = windows, list[str]()
 
     def __getattr__(self, name: str) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 from contextlib import AbstractContextManager, suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,19 +25,6 @@ LAZILY = 1  # cudaIpcMemLazyEnablePeerAccess
 TO_DEVICE, TO_HOST = 1, 2  # cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost
 MARK = 8  # offset in a window of its size and rank (int64 each), behind the stop word
 ALIKE = "peer memory is for GPUs of one host that reach each other's memory, by NVLink or PCIe"
-
-
-class Windows(Protocol):
-    addresses: list[int]
-    """The address of every rank's window in this rank's address space."""
-
-    def close(self) -> None:
-        """Unmap the others' windows."""
-        ...
-
-    def free(self) -> None:
-        """Free the rank's own window. No other rank may still have it mapped."""
-        ...
 
 
 class HostWindows:
@@ -60,9 +47,11 @@ class HostWindows:
         self.addresses = [m.data_ptr() for m in self._mapped.values()]
 
     def close(self) -> None:
+        """Unmap the others' windows."""
         self._mapped = {self._rank: self._mapped[self._rank]}
 
     def free(self) -> None:
+        """Free the rank's own window. No other rank may still have it mapped."""
         self._mapped.clear()
 
 
@@ -162,7 +151,8 @@ class CudaWindows:
                 self._cuda.free(self._mapped.popitem()[1])
 
 
-def windows(device: torch.device, handshake: Handshake, size: int) -> Windows:
+def windows(device: torch.device, handshake: Handshake, size: int) -> HostWindows | CudaWindows:
+    """Collective. `addresses` are those of all ranks' windows in this rank's address space."""
     if device.type == "cpu":
         return HostWindows(handshake, size)
     return CudaWindows(device, handshake, size)
