@@ -13,7 +13,7 @@ DDP add the same numbers in the same order.
 """
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,12 +29,10 @@ from ringdp.cli.console import say, table
 from ringdp.cli.launch import launch
 from ringdp.cli.options import Options
 from ringdp.cli.report import add_pairs, say_wrong, show_titled
-from ringdp.cli.runs import Job, Optimizer, Progress, Record, Trained, parameter_digest, train
+from ringdp.cli.runs import Emit, Job, Optimizer, Record, Trained, parameter_digest, train
 from ringdp.cli.text import Text
 from ringdp.cli.verdict import too_far
 from ringdp.parallel.simple import SERVER, DataParallel, RemoteOptimizer, serve, serve_each
-
-Emit = Callable[[Progress], None]
 
 EXACT = ("parameter-server", "ddp")  # equal bit for bit
 

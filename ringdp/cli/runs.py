@@ -89,6 +89,9 @@ class Progress(NamedTuple):
     memory: dict[str, int]  # bytes on this rank by category; empty for the single process
 
 
+Emit = Callable[[Progress], None]
+
+
 class Trained(NamedTuple):
     """One entry per step."""
 
@@ -103,7 +106,7 @@ def train(
     optimizer: Optimizer,
     data: bytes,
     options: Options,
-    emit: Callable[[Progress], None] | None,
+    emit: Emit | None,
     *,
     rows: slice = slice(None),
     mean: Callable[[Tensor], Tensor] = lambda loss: loss,
@@ -158,7 +161,7 @@ class Job:
     mode: str = ""  # empty: all stages
 
 
-def run_single(options: Options, data: bytes, emit: Callable[[Progress], None]) -> Record:
+def run_single(options: Options, data: bytes, emit: Emit) -> Record:
     """The reference: the same model and batches in this process.
 
     It uses one thread, as each rank does. On a busy machine two threads made a step ten times
@@ -186,7 +189,7 @@ def _record(done: Trained, model: gpt.GPT, options: Options) -> Record:
     )
 
 
-def run_stages(job: Job, emit: Callable[[Progress], None]) -> list[Record]:
+def run_stages(job: Job, emit: Emit) -> list[Record]:
     """What each rank runs, on one thread: all stages, one after another."""
     torch.set_num_threads(1)
     transport = job.options.transport
@@ -203,17 +206,13 @@ def run_stages(job: Job, emit: Callable[[Progress], None]) -> list[Record]:
 
 
 def _run_stage(
-    stage: int,
-    options: Options,
-    data: bytes,
-    comm: ringdp.Communicator,
-    emit: Callable[[Progress], None],
+    stage: int, options: Options, data: bytes, comm: ringdp.Communicator, emit: Emit
 ) -> Record:
     model = gpt.build(gpt.Shape(options.context), options.seed).to(comm.device)
     engine = ringdp.shard(model, stage=stage, unit=gpt.Block, comm=comm)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
 
-    def mean(loss: torch.Tensor) -> torch.Tensor:
+    def mean(loss: Tensor) -> Tensor:
         comm.all_reduce(loss, op="avg")
         return loss
 

@@ -5,7 +5,6 @@ import signal
 import struct
 import sys
 import time
-from collections.abc import Callable
 
 from rich.console import Console
 
@@ -13,10 +12,8 @@ import ringdp
 from ringdp.cli import launch
 from ringdp.cli.exits import exit_code
 from ringdp.cli.options import Options
-from ringdp.cli.runs import Job, Progress, Record
+from ringdp.cli.runs import Emit, Job, Progress, Record
 from ringdp.cli.train import run
-
-Emit = Callable[[Progress], None]
 
 OPTIONS = Options(steps=1, reference=False)
 
