@@ -67,23 +67,16 @@ class VirtualRanks:
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def run(
-        self,
-        programs: Sequence[Program],
-        buffers: Sequence[Tensor],
-        op: ReduceOp = "sum",
-        *,
-        bounds: Sequence[Sequence[int]] | None = None,
+        self, programs: Sequence[Program], buffers: Sequence[Tensor], op: ReduceOp = "sum"
     ) -> None:
         """Run one program per rank on one flat buffer per rank, in place, and wait for the end.
 
-        `bounds` are each rank's chunk boundaries, by default those of `chunk_bounds`. Raises
-        UsageError if the buffers do not match, CollectiveTimeout if a message did not arrive in
-        time, CollectiveMismatch if it belonged to another launch or had another length. After
+        Raises UsageError if the buffers do not match, CollectiveTimeout if a message did not arrive
+        in time, CollectiveMismatch if it belonged to another launch or had another length. After
         either of the last two the object is unusable.
         """
         dtype = self._check(programs, buffers)
-        if bounds is None:
-            bounds = [chunk_bounds(b.numel(), p) for b, p in zip(buffers, programs, strict=True)]
+        bounds = [chunk_bounds(b.numel(), p) for b, p in zip(buffers, programs, strict=True)]
         largest = max(b.nbytes for b in buffers)
         ranks, channels, _, slab = self._shape
         active = max(1, min(channels, largest // min(WORTH, slab)))

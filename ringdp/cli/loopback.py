@@ -4,21 +4,19 @@ torch's own launcher starts one that listens on every interface of the host.
 """
 
 import socket
-from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore
 
 HOST = "127.0.0.1"
 
 
-def loopback_store(timeout: timedelta = timedelta(minutes=5)) -> TCPStore:
+def loopback_store() -> TCPStore:
     """A store that only processes of this host can reach."""
     listening = socket.create_server((HOST, 0))
     return TCPStore(
         HOST,
         listening.getsockname()[1],
         is_master=True,
-        timeout=timeout,
         wait_for_workers=False,
         master_listen_fd=listening.detach(),
     )

@@ -27,12 +27,10 @@ def simulate(
     op: ReduceOp = "sum",
     *,
     depth: int = 2,
-    bounds: Sequence[Sequence[int]] | None = None,
 ) -> None:
     """Run one program per rank on one flat buffer per rank, in place.
 
-    `bounds` are each rank's chunk bounds, by default those of `chunk_bounds`. Raises UsageError if
-    a rank's program or buffer is missing, or if buffers differ in length and no bounds are given.
+    Raises UsageError if a rank's program or buffer is missing, or if buffers differ in length.
     Raises ScheduleError, naming each rank's row, if the programs stall at this FIFO depth.
     """
     n = programs[0].ranks if programs else 0
@@ -42,13 +40,12 @@ def simulate(
             "allowed: one of each for every rank"
         )
     lengths = [buffer.numel() for buffer in buffers]
-    if bounds is None and len(set(lengths)) > 1:
+    if len(set(lengths)) > 1:
         raise UsageError(f"simulate() got buffers of {lengths} elements; allowed: one length")
-    cuts = bounds or [chunk_bounds(b.numel(), p) for p, b in zip(programs, buffers, strict=True)]
     channels: Channels = defaultdict(deque)
     ranks = [
-        (p.rank, deque(p), Rows(p, buffer, cut, op))
-        for p, buffer, cut in zip(programs, buffers, cuts, strict=True)
+        (p.rank, deque(p), Rows(p, buffer, chunk_bounds(buffer.numel(), p), op))
+        for p, buffer in zip(programs, buffers, strict=True)
     ]
     while any(left for _, left, _ in ranks):
         moved = [_advance(*rank, channels, depth) for rank in ranks]

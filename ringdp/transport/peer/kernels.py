@@ -127,10 +127,10 @@ def resolve(device: torch.device | str) -> torch.device:
 class HostKernels:
     """The kernels compiled for the CPU. A launch returns when all its threads have ended."""
 
-    def __init__(self, library: Path = HOST) -> None:
+    def __init__(self) -> None:
         """Raises UsageError if this build of ringdp has no such library."""
         try:
-            self._library = ctypes.CDLL(str(library))
+            self._library = ctypes.CDLL(str(HOST))
         except OSError as e:
             raise UsageError(f"this build of ringdp has no kernels for the host: {e}") from e
 

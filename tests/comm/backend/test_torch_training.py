@@ -81,11 +81,9 @@ def train(comm: Communicator, report: Report, names: list[str]) -> None:
                 report((backend, name, losses(globals()[name], comm.rank)))
 
 
-def train_over_both_backends(
-    forks, n: int, names: list[str]
-) -> dict[tuple[str, str], list[list[float]]]:
+def train_over_both_backends(forks, names: list[str]) -> dict[tuple[str, str], list[list[float]]]:
     found: dict[tuple[str, str], list[list[float]]] = {}
-    for ended in forks(n, train, names):
+    for ended in forks(2, train, names):
         assert ended.code == 0
         for backend, name, numbers in ended.reported:
             found.setdefault((backend, name), []).append(numbers)
@@ -94,7 +92,7 @@ def train_over_both_backends(
 
 def test_ddp_has_gloos_losses(forks):
     names = ["ddp", "ddp_unused", "ddp_sparse"]
-    found = train_over_both_backends(forks, 2, names)
+    found = train_over_both_backends(forks, names)
     for name in names:
         assert found["ringdp", name] == found["gloo", name]
     first, *_, last = found["ringdp", "ddp"][0]
@@ -102,7 +100,7 @@ def test_ddp_has_gloos_losses(forks):
 
 
 def test_fsdp2_has_gloos_losses(forks):
-    found = train_over_both_backends(forks, 2, ["fsdp2", "fsdp2_mixed", "fsdp2_allocated", "ddp"])
+    found = train_over_both_backends(forks, ["fsdp2", "fsdp2_mixed", "fsdp2_allocated", "ddp"])
     assert found["ringdp", "fsdp2"] == found["gloo", "fsdp2"] == found["ringdp", "ddp"]
     assert found["ringdp", "fsdp2_mixed"] == found["gloo", "fsdp2_mixed"]
     assert found["ringdp", "fsdp2_allocated"] == found["gloo", "fsdp2"]

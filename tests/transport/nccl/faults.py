@@ -11,7 +11,7 @@ import torch
 from ringdp.transport.nccl.library import HOST
 
 NONE, FAIL, STALL, LOSE = range(4)
-
+REMOTE_ERROR = 6  # ncclResult_t
 
 LACKS_HOST_NCCL = bool(torch.version.cuda) or find_spec("cupy_backends") is None
 WHY = "the host NCCL needs CuPy, and a torch that has loaded no NCCL itself"
@@ -25,12 +25,9 @@ def only_with_host_nccl() -> None:
         pytest.skip(WHY, allow_module_level=True)
 
 
-def fault(what: int, launches: int = 0, result: int = 6) -> None:
-    """Makes a launch of this process fail, after `launches` more that succeed.
-
-    `result` is the ncclResult_t of the failure, by default that of a remote error.
-    """
-    assert ctypes.CDLL(str(HOST)).hostNcclFault(what, launches, result) == 0
+def fault(what: int, launches: int = 0) -> None:
+    """Makes a launch of this process fail, after `launches` more that succeed."""
+    assert ctypes.CDLL(str(HOST)).hostNcclFault(what, launches, REMOTE_ERROR) == 0
 
 
 def fault_is_due() -> bool:
