@@ -5,8 +5,7 @@ The file is written after every size, so that an aborted run keeps the sizes tha
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -17,7 +16,7 @@ from ringdp.cli.bench.rows import Report
 from ringdp.cli.bench.run import Step, measure
 from ringdp.cli.bench.table import show
 from ringdp.cli.console import say, say_written
-from ringdp.cli.files import keep_json, write_json
+from ringdp.cli.files import write_json
 from ringdp.cli.launch import signals_raised
 
 BAR = 14  # characters
@@ -27,18 +26,18 @@ def bench(options: Options, console: Console) -> int:
     """Return the exit code: 0 if every result is right, 1 if not."""
     check(options)
     with signals_raised():
-        report = watch(options, console, partial(keep_json, options.json))
+        report = watch(options, console)
     write_json(options.json, report)
     show(console, report, options)
     say_written(console, options.json)
     return 1 if any(row.wrong for row in report.rows) else 0
 
 
-def watch(options: Options, console: Console, keep: Callable[[Report], None]) -> Report:
+def watch(options: Options, console: Console) -> Report:
     """Measure, showing a bar on a terminal, and elsewhere a line per size."""
     if not console.is_terminal:
         announce = cache(lambda size: say(console, f"measuring {size:,} bytes"))  # each size once
-        return measure(options, lambda step: announce(step.size), keep)
+        return measure(options, lambda step: announce(step.size))
     # The description may wrap; the time may not.
     says = TextColumn("{task.description}", table_column=Column())
     parts = (says, BarColumn(BAR), TimeElapsedColumn())
@@ -49,4 +48,4 @@ def watch(options: Options, console: Console, keep: Callable[[Report], None]) ->
             says = f"{options.collective} {step.size:>13,} bytes  {step.entry:<12}"
             progress.update(bar, description=says, completed=step.done, total=1)
 
-        return measure(options, update, keep)
+        return measure(options, update)

@@ -99,34 +99,30 @@ def check(options: Options) -> None:
 
 def bench(options: Options, console: Console) -> int:
     check(options)
-    report = measure(options, partial(say, console), partial(keep_json, options.json))
+    report = measure(options, console)
     write_json(options.json, report)
     show(report, console)
     say_written(console, options.json)
     return 1 if report.failures else 0
 
 
-def measure(
-    options: Options, note: Callable[[str], None], keep: Callable[[Report], None]
-) -> Report:
-    """Measure all kernels. `keep` gets the report so far after every kernel."""
+def measure(options: Options, console: Console) -> Report:
+    """Measure all kernels. The file is written after every kernel."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     machine = describe(torch.get_num_threads())
     name = torch.cuda.get_device_name() if device.type == "cuda" else machine["cpu"]
     report = Report(machine, name, [])
     for size in reversed(options.sizes):
-        note(f"measuring {size:,} bytes on {name}")
+        say(console, f"measuring {size:,} bytes on {name}")
         try:
-            _of_size(report, size // 4, options.rounds, device, keep)
+            _of_size(report, size // 4, options, device)
         except Exception as e:  # the copy's tensors: those of a smaller size may fit
             report.failures.append(Failure("all", COPY, size, _text(e)))
-            keep(report)
+            keep_json(options.json, report)
     return report
 
 
-def _of_size(
-    report: Report, elems: int, rounds: int, device: torch.device, keep: Callable[[Report], None]
-) -> None:
+def _of_size(report: Report, elems: int, options: Options, device: torch.device) -> None:
     size = 4 * elems
     roof, timer = roof_of(size, device), timer_of(size, device)
     x, y = torch.randn(2, roof // 4, device=device)
@@ -134,13 +130,13 @@ def _of_size(
     for kernel, case in CASES.items():
         try:  # no name holds the tensors of a kernel until the next one has made its own
             ways = {COPY: partial(y.copy_, x)}
-            times, failed = interleaved(ways | case.ways(elems, device), rounds, timer)
+            times, failed = interleaved(ways | case.ways(elems, device), options.rounds, timer)
         except Exception as e:
             times, failed = {}, {"its tensors": _text(e)}
         if COPY in times:
             report.rows.extend(_rows(kernel, elems, roof, times))
         report.failures.extend(Failure(kernel, way, size, why) for way, why in failed.items())
-        keep(report)
+        keep_json(options.json, report)
 
 
 def roof_of(size: int, device: torch.device) -> int:

@@ -21,6 +21,7 @@ from ringdp.cli.bench.groups import Group, groups, probe_ranks
 from ringdp.cli.bench.machine import describe, load
 from ringdp.cli.bench.options import Options, has_own
 from ringdp.cli.bench.rows import LIBRARYS, Report, Row, measured, predicted
+from ringdp.cli.files import keep_json
 
 ROUND_SECONDS = 0.03  # of timed calls
 FEWEST, MOST = 3, 50  # calls in a round
@@ -51,10 +52,8 @@ class Samples:
     wrong: int = 0
 
 
-def measure(
-    options: Options, on_step: Callable[[Step], None], keep: Callable[[Report], None]
-) -> Report:
-    """Measure all sizes. `keep` gets the report so far after every size.
+def measure(options: Options, on_step: Callable[[Step], None]) -> Report:
+    """Measure all sizes. The file is written after every size.
 
     Raises RankError if a contender fails.
     """
@@ -75,7 +74,7 @@ def measure(
             rows += _rows(options.ranks, len(cores), samples)
             machine["load after"] = load()
             report = Report(machine, contenders, predicted(rows), asked)
-            keep(report)
+            keep_json(options.json, report)
     return report
 
 

@@ -164,13 +164,13 @@ def test_several_transports_and_nccls_own_algorithm_are_measured(
 
 @pytest.mark.parametrize("width", [40, 80])
 def test_the_progress_line_is_complete(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure(options: Options, on_step: Callable[[Step], None], keep: object) -> Report:
+    def measure(options: Options, on_step: Callable[[Step], None]) -> Report:
         on_step(Step(0.5, 64 << 20, "openmpi registered"))
         return Report({}, {}, [])
 
     monkeypatch.setattr(command, "measure", measure)
     options = Options("reduce_scatter")
-    text = printed(lambda console: command.watch(options, console, lambda _: None), width)
+    text = printed(lambda console: command.watch(options, console), width)
     shown = re.sub(r"\x1b\[[0-9?]*[a-zA-Z]", "", text)
     assert {"reduce_scatter", "67,108,864", "openmpi", "registered", "0:00:00"} <= {*shown.split()}
 
