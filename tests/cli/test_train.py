@@ -118,7 +118,7 @@ def test_a_trace_of_a_run_can_be_reported(
     shown = capfd.readouterr().out
     assert f"\nwrote {traced}; `ringdp report {traced} --html FILE` makes a page of it\n" in shown
     assert all(re.search(rf"^rank {rank}: in .* computed ", shown, re.M) for rank in range(2))
-    found = digest(read(traced), None, lambda _: None)
+    found = digest(read(traced))
     assert [(m["rank"], m["stage"]) for m in found["memory"]] == [(0, 3), (1, 3)]
     for engine in found["memory"]:
         held = [p[1:] for p in engine["points"]]

@@ -45,7 +45,9 @@ class Share(NamedTuple):
     late: float
 
 
-def digest(run: Run, bench: str | None, tell: Callable[[str], None]) -> dict[str, Any]:
+def digest(
+    run: Run, bench: str | None = None, tell: Callable[[str], object] = str
+) -> dict[str, Any]:
     """`bench` names files with α β γ, to use instead of what `collectives.network` finds."""
     tell("matching collectives")
     wholes = collectives.match(run)
@@ -245,7 +247,7 @@ def _notes(run: Run) -> Iterable[str]:
 
 
 def _replays(
-    wholes: list[Whole], told: Mapping[Any, Schedule], tell: Callable[[str], None]
+    wholes: list[Whole], told: Mapping[Any, Schedule], tell: Callable[[str], object]
 ) -> dict[str, dict[str, str]]:
     """A replay of each all_reduce algorithm, by `algorithm on ranks`; or why there is none."""
     pages, unplayed = dict[str, str](), dict[str, str]()

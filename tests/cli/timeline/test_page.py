@@ -173,7 +173,7 @@ def test_the_page_of_a_trace_without_collectives_works(browse, tmp_path: Path, e
         for kind in ("communicators", "engines", "schedules"):
             del part[kind]
     path.write_text(json.dumps(document | {"traceEvents": events}), encoding="utf-8")
-    dom = browse(fill(digest(read(path), None, lambda _: None), "run"), script=DRIVE_NOTHING)
+    dom = browse(fill(digest(read(path)), "run"), script=DRIVE_NOTHING)
     assert dom.texts["title"] == "true,true,true"
     assert dom.texts["notes"] == "No collective is in this trace."
 
@@ -189,7 +189,7 @@ def test_the_page_of_a_trace_without_collectives_works(browse, tmp_path: Path, e
 def test_missing_predictions_and_chunks_are_explained(
     browse, tmp_path: Path, ranks: int, unpriced: str, unmoved: str
 ):
-    found = digest(read(trace(tmp_path)), None, lambda _: None)
+    found = digest(read(trace(tmp_path)))
     kinds = [c | {"ranks": ranks, "predicted": None} for c in found["collectives"]]
     found |= {"ranks": ranks, "model": None, "chunks": [[], []], "collectives": kinds}
     dom = browse(fill(found, "run"), script=DRIVE_ALONE)
@@ -200,7 +200,7 @@ def test_missing_predictions_and_chunks_are_explained(
 @needs_browser
 def test_the_models_caches_are_described(browse, tmp_path: Path):
     bench = Path(__file__).parents[3] / "bench/results/all_reduce.json"
-    found = digest(read(trace(tmp_path)), str(bench), lambda _: None)
+    found = digest(read(trace(tmp_path)), str(bench))
     (end, more), *_ = found["model"]["caches"]
     dom = browse(fill(found, "run"), script=DRIVE_ALONE)
     assert f", {1e9 * more:.3f} more on the bus after {end:,.0f}" in dom.texts["model"]
@@ -208,13 +208,13 @@ def test_the_models_caches_are_described(browse, tmp_path: Path):
 
 @needs_browser
 def test_dense_spans_leave_no_gaps(browse, tmp_path: Path):
-    page = fill(digest(read(trace(tmp_path)), None, lambda _: None), "run.json")
+    page = fill(digest(read(trace(tmp_path))), "run.json")
     assert browse(page, script=DRIVE_DENSE).texts["title"] == "0"
 
 
 @needs_browser
 def test_a_collective_may_have_many_chunks(browse, tmp_path: Path):
-    page = fill(digest(read(trace(tmp_path)), None, lambda _: None), "run.json")
+    page = fill(digest(read(trace(tmp_path))), "run.json")
     assert browse(page, script=DRIVE_MANY).texts["title"] == "700,800"
 
 
@@ -234,7 +234,7 @@ def contrast(*colors: list[int]) -> float:
 @needs_browser
 def test_the_page_shows_and_navigates_the_trace(browse, tmp_path: Path):
     run = read(trace(tmp_path, {"2": "rank 2 (process 9) ended"}))
-    dom = browse(fill(digest(run, None, lambda _: None), "<b>{{data}}"), script=DRIVE)
+    dom = browse(fill(digest(run), "<b>{{data}}"), script=DRIVE)
     found = json.loads(dom.texts["found"])
     assert found["idle"] == "Nothing is pointed at."
     assert found["short"] == "1.23 µs"

@@ -48,10 +48,10 @@ def test_the_engines_own_work_is_not_counted_as_compute(tmp_path: Path):
         ("gather", 1900, 60),
     ):
         run.events.append(like | {"cat": category, "ts": begin, "dur": took})
-    first, _ = digest(run, None, lambda _: None)["shares"]
+    first, _ = digest(run)["shares"]
     assert (first["compute"], first["engine"]) == (2 * 1600 - 100, 160)
     run.events[:] = [e for e in run.events if e["ph"] != "X"]
-    assert all(s["total"] == 0 for s in digest(run, None, lambda _: None)["shares"])
+    assert all(s["total"] == 0 for s in digest(run)["shares"])
 
 
 def test_waiting_for_a_late_rank_is_not_counted_as_communication(tmp_path: Path):
@@ -59,7 +59,7 @@ def test_waiting_for_a_late_rank_is_not_counted_as_communication(tmp_path: Path)
     waits = {rank: [e for e in own if e.get("cat") == "wait"] for rank, own in by_rank(run).items()}
     for wait in waits[0]:
         wait |= {"ts": wait["ts"] - 350, "dur": wait["dur"] + 350}  # from 750 on
-    first, second = digest(run, None, lambda _: None)["shares"]
+    first, second = digest(run)["shares"]
     assert [*first.values()][4:] == [2 * 500, 0, 2 * 500, 2 * 50]
     assert [*second.values()][4:] == [2 * 500, 2 * 300, 2 * 200, 0]
 
@@ -68,7 +68,7 @@ def test_a_rank_that_ends_before_the_last_comes_did_not_wait(tmp_path: Path):
     run = read(trace(tmp_path))
     for root in (e for e in by_rank(run)[0] if e.get("cat") == "collective"):
         root["dur"] = LATE / 2
-    first, _ = digest(run, None, lambda _: None)["shares"]
+    first, _ = digest(run)["shares"]
     assert [*first.values()][4:] == [LATE, LATE, 0, 0]
 
 
@@ -82,9 +82,9 @@ def test_the_passes_over_events_do_not_grow_with_the_ranks(tmp_path: Path):
 
     run = read(trace(tmp_path))
     few, many = Counting(run.events), Counting(run.events)
-    digest(run._replace(events=few), None, lambda _: None)
+    digest(run._replace(events=few))
     parts = dict.fromkeys(range(9), run.parts[1])
-    digest(run._replace(events=many, parts=parts), None, lambda _: None)
+    digest(run._replace(events=many, parts=parts))
     assert few.times == many.times > 0
 
 
@@ -97,7 +97,7 @@ def test_collectives_are_matched_priced_and_fitted(tmp_path: Path):
     assert medians(wholes) == {kind: 600 - LATE}
     priced = prices({w.kind for w in wholes}, schedules(run))
     assert priced == {kind: closed("all_reduce", "ring", 2)}
-    found = digest(run, None, lambda _: None)
+    found = digest(run)
     assert found["collectives"][0]["predicted"] == pytest.approx(600 - LATE)  # fitted to this run
     assert seconds(priced[kind], Machine(1e-6, 1e-9, 0.0), 4000) * 1e6 == pytest.approx(2 + 4)
 
@@ -107,7 +107,7 @@ def test_times_keep_their_nanoseconds(tmp_path: Path):
     for event in (e for e in by_rank(run)[1] if e.get("cat") == "collective"):
         event["ts"] += 0.012
         event["dur"] -= 0.012
-    found = digest(run, None, lambda _: None)["collectives"][0]
+    found = digest(run)["collectives"][0]
     assert (found["late"], found["measured"]) == (LATE + 0.012, 600 - LATE - 0.012)
 
 
@@ -117,7 +117,7 @@ def test_an_emulated_links_own_terms_are_used(tmp_path: Path):
     for part in document["ringdp"]["parts"].values():
         part["communicators"][0]["link"] = {"latency": 1e-4, "bandwidth": 1e8}
     path.write_text(json.dumps(document), encoding="utf-8")
-    found = digest(read(path), None, lambda _: None)
+    found = digest(read(path))
     assert found["model"]["source"] == "the emulated link's α and β"
     assert found["collectives"][0]["predicted"] == 2 * 100 + 4000 / 100  # µs: 2 α + S β
 
@@ -130,13 +130,13 @@ def test_with_several_links_the_runs_own_fit_is_used(tmp_path: Path):
         linked = {**comm, "name": "2", "link": {"latency": 1e-4, "bandwidth": 1e8}}
         part["communicators"] = [linked, comm]
     path.write_text(json.dumps(document), encoding="utf-8")
-    found = digest(read(path), None, lambda _: None)
+    found = digest(read(path))
     assert found["model"]["source"].startswith("fitted to this run's own medians")
     assert found["collectives"][0]["predicted"] == pytest.approx(600 - LATE)
 
 
 def test_the_digest_for_the_page(tmp_path: Path):
-    found = digest(read(trace(tmp_path, {"2": "rank 2 (process 9) ended"})), None, lambda _: None)
+    found = digest(read(trace(tmp_path, {"2": "rank 2 (process 9) ended"})))
     assert found["notes"] == ["rank 2 (process 9) ended"]
     assert [(x["rank"], x["title"], len(x["spans"])) for x in found["lanes"]] == [
         (rank, *lane)
@@ -160,14 +160,14 @@ def test_lanes_have_one_order_on_all_ranks(tmp_path: Path):
     for event in run.events:
         if event["pid"] == 1 and "tid" in event:
             event["tid"] = numbers.get(event["tid"], 0)
-    lanes = digest(run, None, lambda _: None)["lanes"]
+    lanes = digest(run)["lanes"]
     of = [[lane["title"] for lane in lanes if lane["rank"] == rank] for rank in (0, 1)]
     assert of[0] == of[1] == list(other)
 
 
 def test_predictions_use_a_bench_file(tmp_path: Path):
     bench = Path(__file__).parents[3] / "bench" / "results" / "all_reduce.json"
-    found = digest(read(trace(tmp_path)), str(bench), lambda _: None)
+    found = digest(read(trace(tmp_path)), str(bench))
     measured = from_files(str(bench))
     assert found["model"]["alpha"] == measured.machine.alpha
     machine = measured.fitted.get("all_reduce", measured.machine)
@@ -264,7 +264,7 @@ def test_any_damaged_value_is_refused_in_one_line_or_shown(tmp_path: Path):
                 inner[place[-1]] = bad
             path.write_text(json.dumps(document), encoding="utf-8")
             try:
-                json.dumps(digest(read(path), None, lambda _: None), allow_nan=False)
+                json.dumps(digest(read(path)), allow_nan=False)
             except UsageError as error:
                 messages.append(str(error))
     assert not any("\n" in text for text in messages)
@@ -274,7 +274,7 @@ def test_any_damaged_value_is_refused_in_one_line_or_shown(tmp_path: Path):
 def test_only_a_collectives_line_is_read(tmp_path: Path):
     run = read(trace(tmp_path))
     next(e for e in run.events if e.get("cat") == "forward")["args"]["at"] = []
-    found = digest(run, None, lambda _: None)
+    found = digest(run)
     called = {
         (found["names"][kind], at >= 0) for x in found["lanes"] for _, kind, *_, at in x["spans"]
     }
@@ -307,7 +307,7 @@ def test_the_command_prints_the_pages_warnings(tmp_path: Path, capsys):
     path.write_text(json.dumps(document), encoding="utf-8")
     assert main(["report", str(path), "--html", str(tmp_path / "page.html")]) == 0
     messages = capsys.readouterr().out
-    notes = digest(read(path), None, lambda _: None)["notes"]
+    notes = digest(read(path))["notes"]
     assert len(notes) == 3
     assert all(note in messages for note in notes)
 
@@ -318,7 +318,7 @@ def test_only_adam_has_a_memory_formula(tmp_path: Path):
     for part, name in zip(document["ringdp"]["parts"].values(), ("SGD", "AdamW"), strict=True):
         part["engines"][0]["optimizers"] = [name]
     path.write_text(json.dumps(document), encoding="utf-8")
-    sgd, adam = digest(read(path), None, lambda _: None)["memory"]
+    sgd, adam = digest(read(path))["memory"]
     assert (sgd["optimizers"], sgd["formula"]) == ("SGD", [*list(HELD.values())[:-1], None])
     assert (adam["optimizers"], adam["formula"]) == ("AdamW", list(HELD.values()))
 
@@ -327,6 +327,6 @@ def test_algorithms_that_cannot_be_replayed_are_explained(tmp_path: Path):
     path = trace(tmp_path)
     text = path.read_text(encoding="utf-8").replace('"algorithm": "ring"', '"algorithm": "gone"')
     path.write_text(text.replace('"algorithm":"ring"', '"algorithm":"nccl"'), encoding="utf-8")
-    found = digest(read(path), None, lambda _: None)
+    found = digest(read(path))
     assert found["replays"] == {}
     assert found["unplayed"]["nccl on 2"].startswith("no all_reduce algorithm 'nccl'")
