@@ -174,14 +174,12 @@ class Issuer:
         base_name = name if name in COLLECTIVES else name.removesuffix("_v")
         return CallSpec(name, base_name, algorithm, async_op or self._group is not None, tag, root)
 
-    def _program(self, spec: CallSpec) -> Program:
-        depth = self._transport.depth
-        return program(spec.collective, spec.algorithm, self.size, self.rank, spec.root, depth)
-
     def _way(self, spec: CallSpec, exchange: Direct) -> Program | Direct:
         """Return the program, or `exchange` if the transport has its own implementation."""
-        here = self._transport.link is None or spec.collective in HELD_BACK
-        return exchange if here and spec.algorithm == self._transport.own else self._program(spec)
+        collective, algorithm, transport = spec.collective, spec.algorithm, self._transport
+        if algorithm == transport.own and (transport.link is None or collective in HELD_BACK):
+            return exchange
+        return program(collective, algorithm, self.size, self.rank, spec.root, transport.depth)
 
     def _bounds(self, by: Program | Direct, elements: int, root: int | None = None) -> Bounds:
         """Return the bounds of a program's chunks, or of an exchange's shares, all of them the
