@@ -206,8 +206,8 @@ class Communicator(Reductions, Moves, Messages, Traced):
 
         Waits for no other rank. Afterwards the ranks can call `ringdp.init()` again.
         """
-        for duplicate in list(self._children):
-            duplicate.abort()
+        for child in list(self._children):
+            child.abort()
         if not self.closed:
             self._transport.fail(FailureKind.ABORTED, self.rank)
         self._close()
