@@ -40,6 +40,14 @@ def sent(collective: str, size: int) -> float:
     return (2 if collective == "all_reduce" else 1) * (RANKS - 1) * size // RANKS
 
 
+def one(_collective: str, size: int) -> float:
+    return 1.0 if size else 0.0
+
+
+def ten(collective: str, size: int) -> float:
+    return 10.0 if size and collective == "reduce_scatter" else 0.0
+
+
 @given(
     st.lists(
         st.tuples(st.integers(0, 999), st.sampled_from([FLOAT32, FROZEN, BF16])),
@@ -72,10 +80,7 @@ BY_HAND = {
 
 @pytest.mark.parametrize("stage", BY_HAND)
 def test_timelines_equal_those_worked_out_by_hand(stage):
-    def cost(_collective: str, size: int) -> float:
-        return 1.0 if size else 0.0
-
-    _, step = run([0, 64, 64], stage, [FROZEN, FLOAT32, FLOAT32], cost=cost, forward=[0, 1, 1])
+    _, step = run([0, 64, 64], stage, [FROZEN, FLOAT32, FLOAT32], cost=one, forward=[0, 1, 1])
     assert step == BY_HAND[stage]
     assert step.total == step.compute + step.exposed
     assert step.hidden == step.communication - step.exposed
@@ -84,11 +89,8 @@ def test_timelines_equal_those_worked_out_by_hand(stage):
 def test_with_one_bucket_a_reduction_waits_for_the_previous_one():
     """Reductions of 10 after backwards of 2: the second starts when the first has finished."""
 
-    def cost(collective: str, size: int) -> float:
-        return 10.0 if size and collective == "reduce_scatter" else 0.0
-
     both = [
-        run([0, 64, 64, 64], stage, [FROZEN] + 3 * [FLOAT32], cost=cost, forward=[0, 1, 1, 1])[1]
+        run([0, 64, 64, 64], stage, [FROZEN] + 3 * [FLOAT32], cost=ten, forward=[0, 1, 1, 1])[1]
         for stage in (1, 2)
     ]
     # The third unit's backward ends at 5; the wire is busy until 35 in either case. In stage 2 the
@@ -101,12 +103,9 @@ def test_a_bucket_is_filled_while_the_previous_one_is_reduced():
     """As above with 0.5 more per unit: the third is reduced 5.5-15.5, the second, whose bucket is
     full at 8, 15.5-25.5, and the first, full at 18, 25.5-35.5."""
 
-    def cost(collective: str, size: int) -> float:
-        return 10.0 if size and collective == "reduce_scatter" else 0.0
-
     sizes, forward, flatten = [0, 64, 64, 64], [0, 1, 1, 1], [0, 0.5, 0.5, 0.5]
     widths = [FROZEN] + 3 * [FLOAT32]
-    _, step = run(sizes, 2, widths, cost=cost, forward=forward, flatten=flatten)
+    _, step = run(sizes, 2, widths, cost=ten, forward=forward, flatten=flatten)
     assert step == Step(compute=10.5, communication=30, exposed=25, optimizer=0)
 
 
@@ -119,11 +118,8 @@ def test_without_compute_nothing_is_hidden():
 def test_flattening_is_compute_before_the_reduction():
     """As stage 0 by hand with 0.5 more per unit: B is reduced 4.5-5.5, A 7-8."""
 
-    def cost(_collective: str, size: int) -> float:
-        return 1.0 if size else 0.0
-
     sizes, widths = [0, 64, 64], [FROZEN, FLOAT32, FLOAT32]
-    _, step = run(sizes, 0, widths, cost=cost, forward=[0, 1, 1], flatten=[9.0, 0.5, 0.5])
+    _, step = run(sizes, 0, widths, cost=one, forward=[0, 1, 1], flatten=[9.0, 0.5, 0.5])
     assert step == Step(compute=7, communication=2, exposed=1, optimizer=0)
 
 
