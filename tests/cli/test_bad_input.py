@@ -11,7 +11,6 @@ from ringdp.cli.main import main
 
 REFUSED = {
     "ranks 0": (["--ranks", "0"], "--ranks is 0; allowed: a whole number from 1 to 64"),
-    "ranks negative": (["--ranks", "-3"], "--ranks is -3; allowed"),
     "ranks many": (["--ranks", "65"], "--ranks is 65; allowed"),
     "ranks a word": (["--ranks", "two"], "--ranks"),
     "stage 4": (["--stage", "4"], "--stage is '4'; allowed: all, 0, 1, 2, 3"),
@@ -33,9 +32,7 @@ REFUSED = {
     "json a dash": (["--json", "-"], "cannot write -: it means standard output, not a file"),
     "json a directory": (["--json", "/tmp"], "cannot write /tmp: Is a directory"),
     "json of a long name": (["--json", "n" * 300], "nnn: File name too long; allowed: a file in"),
-    "trace nowhere": (["--trace", "/nowhere/run.json"], "--trace: cannot write /nowhere/run.json"),
     "trace the root": (["--trace", "/"], "--trace: cannot write /: Is a directory"),
-    "trace a dash": (["--trace", "-"], "--trace: cannot write -: it means standard output, not a"),
     "trace of modes": (["--trace", "run.json", "--mode", "ddp"], "--trace is given with --mode"),
     "transport": (["--transport", "mpi"], "--transport is 'mpi'; allowed: shm, c10d, nccl, nccl-h"),
     "transport of modes": (
