@@ -94,10 +94,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, JoinableOverGroup):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step this rank's slices with the groups' current options, then gather. Collective."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad(closure)()
         for p in self._wholes():
             if p.grad is not None and p.grad.layout != torch.strided:
                 raise UsageError(

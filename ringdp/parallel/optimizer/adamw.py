@@ -42,10 +42,7 @@ class AdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step on every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad(closure)()
         ready = [(_ready(group["params"]), group) for group in self.param_groups]
         for params, group in ready:
             for run, step in _runs(params, self._count(params)):
