@@ -85,7 +85,6 @@ def test_peaks_are_two_units_and_one_bucket_in_any_loop(comm: Communicator, name
 def test_a_model_closed_with_full_parameters_is_an_ordinary_one(
     comm: Communicator, stage: int
 ) -> None:
-    """Closed within full_parameters, the model is an ordinary one, and the engine is freed."""
     model, twin = net(), net()
     engine = ringdp.shard(model, stage=stage, comm=comm)
     with engine.full_parameters(), engine.full_parameters():

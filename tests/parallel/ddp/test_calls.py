@@ -191,8 +191,6 @@ def test_a_built_in_hook_takes_sparse_gradients(comm: Communicator) -> None:
 
 @on_ranks(2)
 def test_a_model_can_be_wrapped_again_after_a_failed_backward(comm: Communicator) -> None:
-    """A backward raises, then another DistributedDataParallel wraps the same model."""
-
     class Raises(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -72,8 +72,6 @@ def test_gradients_are_reduced_once_by_the_outermost(
 
 @on_ranks(2)
 def test_an_inner_one_reduces_the_parameters_ignored_by_the_outer(comm: Communicator) -> None:
-    """The outer one ignores the inner one's parameters."""
-
     def found(wrap: Wrap) -> list[Tensor]:
         inner = wrap(mlp())
         whole = nn.Sequential(nn.Linear(WIDTH, WIDTH), inner)
@@ -99,8 +97,6 @@ class Recomputed(nn.Module):
 @pytest.mark.parametrize("outer", [True, False])
 @on_ranks(2)
 def test_an_inner_one_can_be_recomputed(comm: Communicator, outer: bool) -> None:
-    """The inner one's forward is recomputed in backward."""
-
     def found(wrap: Wrap) -> list[Tensor]:
         inner = wrap(mlp())
         recomputed = Recomputed(inner)

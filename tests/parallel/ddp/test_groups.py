@@ -51,8 +51,6 @@ def test_ddp_works_over_torchs_groups(comm: Communicator) -> None:
 
 @on_ranks(4)
 def test_ddp_and_tensor_parallelism_share_a_mesh(comm: Communicator) -> None:
-    """The mesh's other dimension is used for tensor parallelism."""
-
     def found(wrap: Wrap) -> list[Tensor]:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
         whole = nn.Sequential(nn.Linear(WIDTH, 8), nn.ReLU(), nn.Linear(8, 3))

@@ -106,7 +106,6 @@ def test_statistics_are_not_tracked_where_torchs_are_not(comm: Communicator) -> 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @on_ranks(2)
 def test_only_the_input_is_kept_for_backward(comm: Communicator, dtype: torch.dtype) -> None:
-    """Between forward and backward nothing of the input's size is kept except the input."""
     norm = SyncBatchNorm(CHANNELS, process_group=comm)
     x = batch(0, comm.rank, (3,)).to(dtype).requires_grad_()
     kept: list[Tensor] = []
@@ -118,7 +117,6 @@ def test_only_the_input_is_kept_for_backward(comm: Communicator, dtype: torch.dt
 
 @on_ranks(2)
 def test_without_rows_the_statistics_do_not_change(comm: Communicator) -> None:
-    """If no rank has rows, the running statistics stay as they are."""
     norm = SyncBatchNorm(CHANNELS, process_group=comm)
     norm(batch(0, comm.rank, (3,)))
     before = [b.clone() for b in norm.buffers()]

@@ -121,8 +121,6 @@ def test_early_termination_can_raise_on_every_rank(comm: Communicator) -> None:
 
 @on_ranks(2)
 def test_equal_numbers_of_inputs_are_no_early_termination(comm: Communicator) -> None:
-    """If all ranks end together, none is early."""
-
     def found(wrap: Wrap) -> list[Tensor]:
         net = wrap(mlp())
         with net.join(throw_on_early_termination=True):

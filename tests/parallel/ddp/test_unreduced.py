@@ -90,7 +90,6 @@ def test_harmless_changes_of_parameters_are_accepted(comm: Communicator) -> None
 
 @on_ranks(2)
 def test_functional_call_with_other_tensors_works(comm: Communicator) -> None:
-    """functional_call passes other tensors, whose gradients are not reduced."""
     net = DistributedDataParallel(mlp(), process_group=comm)
     others = {name: p.detach().requires_grad_() for name, p in net.named_parameters()}
     loss(torch.func.functional_call(net, others, (rows(0, comm.rank),))).backward()

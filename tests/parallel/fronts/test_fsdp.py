@@ -111,8 +111,6 @@ def test_functions_are_applied_to_whole_parameters(comm: Communicator) -> None:
 
 @on_ranks(2)
 def test_modules_can_be_wrapped_by_hand(comm: Communicator) -> None:
-    """Wrappers inside a wrapper become its units."""
-
     def wrap(module: nn.Module, **options: Any) -> FullyShardedDataParallel:
         return FullyShardedDataParallel(module, comm, **options)
 

@@ -30,8 +30,6 @@ BF16 = torch.bfloat16
 
 @on_ranks(2)
 def test_options_of_several_calls_are_combined_or_refused(comm: Communicator) -> None:
-    """Options of several calls that one engine can combine, and options that it cannot."""
-
     def shard(first: Any, second: Any, whole: Any) -> Any:
         model = net()
         for block, options in ((model[1], first), (model[2], second)):

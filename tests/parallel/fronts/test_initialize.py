@@ -198,7 +198,6 @@ def test_frozen_parameters_keep_16_bits(comm: Communicator, stage: int) -> None:
 
 @on_ranks(2)
 def test_gradients_of_other_parameters_do_not_count(comm: Communicator) -> None:
-    """The norm is that of the parameters that the optimizer steps."""
     norms = []
     for frozen in (False, True):
         model = net()

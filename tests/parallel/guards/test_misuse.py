@@ -206,7 +206,6 @@ def test_different_stages_on_the_ranks_are_refused(comm: Communicator) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @on_ranks(2)
 def test_gradients_and_states_from_before_shard_are_used(comm: Communicator, stage: int) -> None:
-    """Gradients and optimizer state from before `shard` are used on, as slices."""
     model, twin = net(), net()
     early = torch.optim.Adam(model.parameters())
     loss(model).backward()

@@ -105,7 +105,6 @@ def test_an_optimizers_state_dict_of_slices_is_refused(
 def test_a_state_dict_keeps_its_values(
     comm: Communicator, stage: int, options: dict[str, Any]
 ) -> None:
-    """A state taken within full_parameters does not change when the model trains on."""
     model = net()
     engine = ringdp.shard(model, stage=stage, unit=nn.Linear, comm=comm, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

@@ -93,8 +93,6 @@ def assign(p: nn.Parameter) -> None:
 def test_a_write_during_a_forward_is_kept_or_refused(
     comm: Communicator, stage: int, precision: Precision | None
 ) -> None:
-    """Such a write must not be lost silently."""
-
     def make() -> WritesInForward:
         torch.manual_seed(0)
         return WritesInForward(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))

@@ -130,7 +130,6 @@ def test_autograd_sees_a_joint_step_as_a_change_of_each_parameter():
 
 @on_ranks(2)
 def test_scaling_by_powers_of_two_is_exact(comm: Communicator) -> None:
-    """A power of two as the scale changes no bit."""
     out = []
     for scale in (1.0, 2.0**10):
         model = net()
