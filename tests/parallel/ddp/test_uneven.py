@@ -13,12 +13,10 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from ringdp import Communicator, DistributedDataParallel
 from tests.equal import equal
 from tests.parallel.ddp.cases import (
-    TORCHS,
     Branches,
     Wrap,
     backward,
     error_text,
-    gloo,
     gradients,
     loss,
     mlp,
@@ -37,12 +35,10 @@ def test_uneven_inputs_give_torchs_bits(
     comm: Communicator, options: dict[str, bool], make: str
 ) -> None:
     """Rank r has 2 + 2r batches; every second one accumulates."""
-    gloo()
-    found = []
-    for wrap in (DistributedDataParallel, TORCHS):
+
+    def found(wrap: Wrap) -> list[Tensor]:
         torch.manual_seed(comm.rank)
-        model = {"batch norm": lambda: nn.Sequential(mlp(), nn.BatchNorm1d(3)), "mlp": mlp}[make]()
-        net = wrap(model)
+        net = wrap(mlp() if make == "mlp" else nn.Sequential(mlp(), nn.BatchNorm1d(3)))
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         seen = []
         with net.join(**options):
@@ -53,17 +49,17 @@ def test_uneven_inputs_give_torchs_bits(
                 loss(net(rows(step, comm.rank))).backward()
                 seen += gradients(net)
                 optimizer.step()
-        found.append(seen + [t.clone() for t in net.state_dict().values()])
-    assert equal(*found)
+        return [*seen, *net.state_dict().values()]
+
+    assert equal(*ours_and_torchs(found))
 
 
 @pytest.mark.parametrize("by_initial_size", [True, False])
 @on_ranks(2)
 def test_torchs_join_works_with_an_optimizer(comm: Communicator, by_initial_size: bool) -> None:
     """Joins together with an optimizer, twice, with an iteration of all ranks after each."""
-    gloo()
-    found = []
-    for wrap in (DistributedDataParallel, TORCHS):
+
+    def found(wrap: Wrap) -> list[Tensor]:
         torch.manual_seed(comm.rank)
         net = wrap(nn.Sequential(mlp(), nn.BatchNorm1d(3)))
         optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
@@ -74,25 +70,21 @@ def test_torchs_join_works_with_an_optimizer(comm: Communicator, by_initial_size
                     seen += backward(net, step, comm.rank)
                     optimizer.step()
             seen += [t.clone() for t in net.state_dict().values()]
-        seen += backward(net, 9, comm.rank)
-        found.append(seen)
-    assert equal(*found)
+        return seen + backward(net, 9, comm.rank)
+
+    assert equal(*ours_and_torchs(found))
 
 
 @on_ranks(2)
 def test_torchs_join_can_raise_on_early_termination(comm: Communicator) -> None:
-    gloo()
-
-    def train(wrap: type[nn.Module]) -> None:
+    def train(wrap: Wrap) -> None:
         net = wrap(mlp())
         with Join([net], throw_on_early_termination=True):
             for step in range(1 + comm.rank):
                 backward(net, step, comm.rank)
 
-    ours, theirs = (
-        error_text(lambda w=w: train(w), RuntimeError) for w in (DistributedDataParallel, TORCHS)
-    )
-    assert ours == theirs, f"{ours}\n{theirs}"
+    ours, theirs = ours_and_torchs(lambda wrap: error_text(lambda: train(wrap), RuntimeError))
+    assert ours == theirs
 
 
 @on_ranks(3)
