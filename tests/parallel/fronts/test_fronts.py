@@ -262,14 +262,15 @@ def test_frozen_models_and_copies_work(comm: Communicator) -> None:
 
 
 def train_with_config(
-    comm: Communicator, stage: int, extra: dict[str, Any]
+    comm: Communicator, stage: int, zero: dict[str, Any] | None = None, **more: Any
 ) -> tuple[list[float], Any]:
+    """The losses, and the engine. `zero`, `more`: in the section of ZeRO, and beside it."""
     config = {
         "train_batch_size": 12 * comm.size,
         "train_micro_batch_size_per_gpu": 6,
         "gradient_clipping": 0.5,
-        "zero_optimization": {"stage": stage, **extra.pop("zero", {})},
-        **extra,
+        "zero_optimization": {"stage": stage, **(zero or {})},
+        **more,
     }
     trainer, optimizer, _, _ = fronts.initialize(
         model=net(), config=config, optimizer=ringdp.AdamW, unit=Block, comm=comm
@@ -284,14 +285,13 @@ def train_with_config(
         losses.append(loss.item())
     assert (trainer.batches.micro, trainer.batches.accumulation) == (6, 2)
     assert isinstance(optimizer, ringdp.AdamW)
-    engine = trainer.engine
-    engine.close()
-    return losses, engine
+    trainer.engine.close()
+    return losses, trainer.engine
 
 
 @on_ranks(2)
 def test_initialize_gives_equal_losses_in_all_stages(comm: Communicator) -> None:
-    expected, _ = train_with_config(comm, 0, {})
+    expected, _ = train_with_config(comm, 0)
     offload = {"device": "cpu", "pin_memory": True}
     every = {
         "overlap_comm": False,
@@ -303,19 +303,9 @@ def test_initialize_gives_equal_losses_in_all_stages(comm: Communicator) -> None
         "stage3_max_live_parameters": 800,
     }
     for stage, zero in ((1, {"allgather_bucket_size": 280}), (2, {}), (3, {}), (3, every)):
-        assert train_with_config(comm, stage, {"zero": zero})[0] == expected
-    _, engine = train_with_config(comm, 3, {"zero": {"stage3_max_live_parameters": 500}})
+        assert train_with_config(comm, stage, zero)[0] == expected
+    _, engine = train_with_config(comm, 3, {"stage3_max_live_parameters": 500})
     assert engine.gathering.limit < 4 * 272
-    assert (
-        len(
-            {
-                *map(
-                    str,
-                    (train_with_config(comm, s, {"bf16": {"enabled": True}})[0] for s in (1, 3)),
-                )
-            }
-        )
-        == 1
-    )
-    half = {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2}}
-    assert train_with_config(comm, 1, dict(half))[0] == train_with_config(comm, 3, dict(half))[0]
+    scaled = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2}
+    for half in ({"bf16": {"enabled": True}}, {"fp16": scaled}):
+        assert train_with_config(comm, 1, **half)[0] == train_with_config(comm, 3, **half)[0]
