@@ -63,9 +63,9 @@ def test_a_meta_model_is_initialized_unit_by_unit(comm: Communicator, stage: int
     fill.close()
 
     with torch.device("meta"):
-        train_recurrent = nn.Sequential(nn.LSTM(8, 8))
-    engine = ringdp.shard(train_recurrent, stage=stage, comm=comm)
-    train_recurrent(batch(0))[0].sum().backward()
+        recurrent = nn.Sequential(nn.LSTM(8, 8))
+    engine = ringdp.shard(recurrent, stage=stage, comm=comm)
+    recurrent(batch(0))[0].sum().backward()
     engine.close()
 
     class Bare(nn.Module):
@@ -127,18 +127,6 @@ def test_a_meta_model_is_created_on_the_communicators_device(comm: Communicator)
 # ---- parameters used elsewhere
 
 
-class Peeks(nn.Module):
-    """Its forward reads a weight of a unit that is not running."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks[0](x)
-        return nn.functional.linear(x, self.blocks[1].weight)
-
-
 @on_ranks(2)
 def test_a_parameter_used_outside_its_forward_is_named(comm: Communicator) -> None:
     model = net()
@@ -153,13 +141,6 @@ def test_a_parameter_used_outside_its_forward_is_named(comm: Communicator) -> No
     for attempt, name in zip(attempts, names, strict=True):
         with pytest.raises(UsageError, match=f"{name} is used outside the forward of its unit"):
             attempt()
-    peeks = ringdp.shard(mixed := Peeks(), stage=3, comm=comm)
-    for grad in (True, False):
-        with (
-            torch.set_grad_enabled(grad),
-            pytest.raises(UsageError, match=r"blocks\.1\.weight is used outside"),
-        ):
-            mixed(batch(0))
     with torch.no_grad():  # reading is allowed
         assert sum(p.square().sum() for p in model.parameters()) >= 0
     assert all(type(p) is ShardedParam for p in model.parameters())
@@ -172,7 +153,6 @@ def test_a_parameter_used_outside_its_forward_is_named(comm: Communicator) -> No
         seen.append(type(model[1].weight))
     assert seen == [nn.Parameter, nn.Parameter]
     engine.close()
-    peeks.close()
 
 
 class Block(nn.Module):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import ringdp
-from ringdp import Communicator, UsageError
+from ringdp import Communicator, Precision, UsageError
 from tests.parallel.ddp.cases import gloo
 from tests.parallel.small import COMPUTE_IN_FLOAT64, WIDTH, assert_equal, batch, loss, net
 from tests.ranks import on_ranks
@@ -258,10 +258,14 @@ class Reads(nn.Module):
         return nn.functional.linear(self.first(x), self.read.weight)
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(
+    ("stage", "precision"), [*((stage, COMPUTE_IN_FLOAT64) for stage in range(4)), (3, None)]
+)
 @on_ranks(1)
-def test_a_weight_of_a_unit_that_is_never_called_is_told(comm: Communicator, stage: int) -> None:
-    model, precision = Reads(), COMPUTE_IN_FLOAT64
+def test_a_weight_of_a_unit_that_is_never_called_is_told(
+    comm: Communicator, stage: int, precision: Precision | None
+) -> None:
+    model = Reads()
     engine = ringdp.shard(model, stage=stage, unit=nn.Linear, precision=precision, comm=comm)
     for graph in (True, False):
         with (
