@@ -70,3 +70,11 @@ def assert_gradients(engine: Engine, twin: nn.Module, after: str = "") -> None:
 def assert_equal(engine: Engine, twin: nn.Module) -> None:
     for mine, exact in zip(whole_parameters(engine), twin.parameters(), strict=True):
         torch.testing.assert_close(mine, exact.detach())
+
+
+def assert_trains(engine: Engine, twin: nn.Module) -> None:
+    """Asserts that a step of the engine's model is the twin's."""
+    for model in (engine.model, twin):
+        loss(model).backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert_equal(engine, twin)

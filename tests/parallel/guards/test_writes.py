@@ -17,6 +17,7 @@ from tests.parallel.small import (
     WIDTH,
     assert_equal,
     assert_gradients,
+    assert_trains,
     batch,
     loss,
     net,
@@ -113,10 +114,7 @@ def test_a_write_during_a_forward_is_kept_or_refused(
             ):
                 loss(model).backward()
     model.how = None
-    for one in (model, twin):
-        loss(one).backward()
-        torch.optim.SGD(one.parameters(), lr=0.1).step()
-    assert_equal(engine, twin)
+    assert_trains(engine, twin)
     engine.close()
 
 
@@ -224,8 +222,7 @@ def test_full_parameters_without_memory_leave_the_model_sharded(
     comm: Communicator, stage: int, precision: Precision | None
 ) -> None:
     """Otherwise the model would count as whole, and a state_dict would have slices."""
-    model, twin = net(), net()
-    engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
+    engine = ringdp.shard(model := net(), stage=stage, precision=precision, comm=comm)
     *_, last = engine.units
 
     def none_left(*_: object) -> None:
@@ -240,8 +237,5 @@ def test_full_parameters_without_memory_leave_the_model_sharded(
             model.state_dict()
         with pytest.raises(UsageError, match="outside the forward of its unit"):
             model[2][0].weight.sum()
-    for one in (model, twin):
-        loss(one).backward()
-        torch.optim.SGD(one.parameters(), lr=0.1).step()
-    assert_equal(engine, twin)
+    assert_trains(engine, net())
     engine.close()
