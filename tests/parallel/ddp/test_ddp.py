@@ -24,11 +24,13 @@ from tests.parallel.ddp.cases import (
     WIDTH,
     Branches,
     Transformer,
+    Wrap,
     backward,
     gloo,
     gradients,
     loss,
     mlp,
+    ours_and_torchs,
     rows,
 )
 from tests.parallel.small import REFERENCES
@@ -227,10 +229,8 @@ def digits() -> TensorDataset:
 @on_ranks(2)
 def test_a_whole_loop_has_torchs_losses(comm: Communicator) -> None:
     """DistributedSampler, GradScaler, clipping and a schedule, compared with torch's class."""
-    gloo()
-    found = []
-    for wrap in (DistributedDataParallel, TORCHS):
-        torch.manual_seed(0)
+
+    def found(wrap: Wrap) -> list[float]:
         net = wrap(mlp())
         sampler = DistributedSampler(digits(), comm.size, comm.rank, seed=3)
         loader = DataLoader(digits(), batch_size=8, sampler=sampler)
@@ -251,8 +251,9 @@ def test_a_whole_loop_has_torchs_losses(comm: Communicator) -> None:
                 scaler.update()
                 losses.append(value.item())
             schedule.step()
-        found.append(losses)
-    ours, theirs = found
+        return losses
+
+    ours, theirs = ours_and_torchs(found)
     assert ours == theirs
     assert ours[-1] < ours[0]
 

@@ -15,14 +15,7 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from ringdp import Communicator, DistributedDataParallel
 from tests.equal import equal
-from tests.parallel.ddp.cases import (
-    TORCHS,
-    WIDTH,
-    backward,
-    error_text,
-    gloo,
-    mlp,
-)
+from tests.parallel.ddp.cases import WIDTH, Wrap, backward, error_text, mlp, ours_and_torchs
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
@@ -72,15 +65,14 @@ HOOKS = ["allreduce_hook", "fp16_compress_hook", "bf16_compress_hook", "powerSGD
 @on_ranks(2)
 def test_torchs_hooks_give_torchs_bits(comm: Communicator, name: str) -> None:
     """PowerSGD starts collectives in gloo's threads, where those of several buckets would mix."""
-    gloo()
-    found = []
-    for wrap in (DistributedDataParallel, TORCHS):
-        torch.manual_seed(0)
+
+    def found(wrap: Wrap) -> list[Tensor]:
         net = wrap(mlp(), bucket_cap_mb=1 if "SGD" in name else 0.005)
         net._check_comm_hook = lambda hook: None  # torch's check for bf16 wants a GPU
         net.register_comm_hook(*state_and_hook(name))
-        found.append([g for step in range(5) for g in backward(net, step, comm.rank)])
-    assert equal(*found)
+        return [g for step in range(5) for g in backward(net, step, comm.rank)]
+
+    assert equal(*ours_and_torchs(found))
 
 
 class Complex(nn.Module):
@@ -96,20 +88,19 @@ class Complex(nn.Module):
 @on_ranks(2)
 def test_complex_gradients_are_pairs_of_numbers(comm: Communicator) -> None:
     """So that hooks that cast keep both."""
-    gloo()
     kind = dist.BuiltinCommHookType.FP16_COMPRESS
     for register in (
         lambda net: net.register_comm_hook(None, default_hooks.fp16_compress_hook),
         lambda net: net._register_builtin_comm_hook(kind),
     ):
-        found = []
-        for wrap in (DistributedDataParallel, TORCHS):
-            torch.manual_seed(0)
-            net = wrap(Complex())
-            register(net)
-            found.append([g for step in range(3) for g in backward(net, step, comm.rank)])
-        assert all(g.imag.any() for g in found[0])
-        assert equal(*found)
+
+        def found(wrap: Wrap, register: Callable[[Any], None] = register) -> list[Tensor]:
+            register(net := wrap(Complex()))
+            return [g for step in range(3) for g in backward(net, step, comm.rank)]
+
+        ours, theirs = ours_and_torchs(found)
+        assert all(g.imag.any() for g in ours)
+        assert equal(ours, theirs)
     net = DistributedDataParallel(Complex(), process_group=comm, bucket_cap_mb=1e-6)
     net.register_comm_hook([], triple)
     single = copy.deepcopy(net.module)
@@ -189,15 +180,16 @@ def sum_buffers_and_wait(state: list[str], buffers: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("place", list(_BufferCommHookLocation))
 @on_ranks(2)
 def test_buffer_hooks_work_as_torchs(comm: Communicator, place: _BufferCommHookLocation) -> None:
-    gloo()
-    found = []
-    for wrap in (DistributedDataParallel, TORCHS):
+    before = place == _BufferCommHookLocation.PRE_FORWARD
+
+    def found(wrap: Wrap) -> tuple[list[str], Any, Any]:
         seen: list[str] = []
         net = wrap(CountsForwards())
-        before = place == _BufferCommHookLocation.PRE_FORWARD
         net._register_buffer_comm_hook(seen, sum_buffers_and_wait if before else sum_buffers, place)
         for step in range(3):
             backward(net, step, comm.rank)
-        found.append((seen, net.module.entered, net.module.count.tolist()))
-    assert found[0] == found[1]
-    assert found[0][0] == ["count"] * 3
+        return seen, net.module.entered, net.module.count.tolist()
+
+    ours, theirs = ours_and_torchs(found)
+    assert ours == theirs
+    assert ours[0] == ["count"] * 3
