@@ -20,6 +20,9 @@ pytestmark = pytest.mark.process
 
 WIDTH = 6
 BACKEND = "aot_eager"
+kinds = pytest.mark.parametrize(
+    ("stage", "precision"), [(1, None), (3, None), (3, Precision(torch.float64))]
+)
 
 
 class Block(nn.Module):
@@ -45,9 +48,7 @@ def train(model: nn.Module, call: Callable[..., Any]) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(
-    ("stage", "precision"), [(1, None), (3, None), (3, Precision(torch.float64))]
-)
+@kinds
 @on_ranks(2)
 def test_compiled_models_train_as_in_one_process(
     comm: Communicator, stage: int, precision: Precision | None
@@ -74,9 +75,7 @@ def test_compiled_models_train_as_in_one_process(
         engine.close()
 
 
-@pytest.mark.parametrize(
-    ("stage", "precision"), [(1, None), (3, None), (3, Precision(torch.float64))]
-)
+@kinds
 @on_ranks(1)
 def test_what_is_compiled_sees_no_gradients(
     comm: Communicator, stage: int, precision: Precision | None
