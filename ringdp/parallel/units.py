@@ -57,13 +57,12 @@ def find_units(
     _check(model)
     precision = precision or Precision()
     _, kept = precision.kept(model)
-    chosen = _chosen(model, rule)
+    chosen = _chosen(model, rule) | {model}
     unit_at: dict[str, nn.Module] = {}
     owners: dict[nn.Parameter, set[nn.Module]] = {}
     of: dict[nn.Parameter, Dtypes] = {}
     for name, module in model.named_modules(remove_duplicate=False):  # parents come first
-        own = module in chosen or module is model
-        unit_at[name] = module if own else unit_at[name.rpartition(".")[0]]
+        unit_at[name] = module if module in chosen else unit_at[name.rpartition(".")[0]]
         for p in module.parameters(recurse=False):
             owners.setdefault(p, set()).add(unit_at[name])
             here = dtypes(p.dtype, kept=module in kept, precision=precision)
@@ -73,7 +72,7 @@ def find_units(
                     "another dtype; let keep_fp32 name both of their modules, or none"
                 )
     owned: dict[nn.Module, dict[tuple[Dtypes, bool], list[tuple[str, nn.Parameter]]]] = {model: {}}
-    names = {m: name for name, m in model.named_modules() if m in chosen or m is model}
+    names = {m: name for name, m in model.named_modules() if m in chosen}
     for name, p in model.named_parameters():
         (unit,) = owners[p] if len(owners[p]) == 1 else (model,)
         home = model if p.numel() < persist_below else unit
@@ -132,7 +131,7 @@ def _outermost(
             chosen.add(module)
         else:
             below += [(module, child) for child in module.children()]
-    return chosen - {model}
+    return chosen
 
 
 def _matching(model: nn.Module, rule: ModuleRule) -> set[nn.Module]:
