@@ -89,14 +89,12 @@ def gathered(
     the other ranks get meta tensors. Collective."""
     places = {id(p): (unit, at) for unit in units for at, p in enumerate(unit.parameters)}
     numbered = [p for group in optimizer.param_groups for p in group["params"]]
-    mine = [
-        [number, name, *_described(name, value, unit, at)]
-        for number, values in state.items()
-        for unit, at in [places.get(id(numbered[number]), (None, 0))]
-        if unit
-        for name, value in values.items()
-    ]
-    whole = {n: dict(values) for n, values in state.items() if id(numbered[n]) not in places}
+    whole, mine = dict[Any, dict[str, Any]](), list[list[Any]]()
+    for number, values in state.items():
+        if place := places.get(id(numbered[number])):
+            mine += [[number, name, *_described(name, v, *place)] for name, v in values.items()]
+        else:
+            whole[number] = dict(values)
     views: dict[tuple[int, str, str], list[Tensor]] = {}
     for facts in gather_json(comm, mine):
         for number, name, dtype, shape, value in facts:
