@@ -167,3 +167,16 @@ def test_adjacent_parameters_are_stepped_in_one_call(monkeypatch):
     parts[2].grad = grads[6:9]
     optimizer.step()  # the third is a step behind
     assert sizes == [12, 3, 3, 3, 3, 3, 3, 3]
+
+
+def test_autograd_sees_a_joint_step_as_a_change_of_each_parameter():
+    flat, gradients = torch.ones(2, 4), torch.ones(2, 4)
+    parameters = [nn.Parameter(torch.empty(0)) for _ in range(2)]
+    for p, values, gradient in zip(parameters, flat, gradients, strict=True):
+        p.data, p.grad = values, gradient
+    sums = [p.square().sum() for p in parameters]
+    AdamW(parameters).step()
+    assert torch.all(flat < 1)
+    for s in sums:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            s.backward()

@@ -115,19 +115,6 @@ def test_gradients_are_unscaled_once_per_backward(comm: Communicator, stage: int
         engine.close()
 
 
-def test_autograd_sees_a_joint_step_as_a_change_of_each_parameter():
-    flat, gradients = torch.ones(2, 4), torch.ones(2, 4)
-    parameters = [nn.Parameter(torch.empty(0)) for _ in range(2)]
-    for p, values, gradient in zip(parameters, flat, gradients, strict=True):
-        p.data, p.grad = values, gradient
-    sums = [p.square().sum() for p in parameters]
-    ringdp.AdamW(parameters).step()
-    assert torch.all(flat < 1)
-    for s in sums:
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            s.backward()
-
-
 @on_ranks(2)
 def test_scaling_by_powers_of_two_is_exact(comm: Communicator) -> None:
     out = []
