@@ -89,7 +89,7 @@ class Engine(Traced):
         for module, indices in of.items():
             self._follow(indices, UnitOutputs(module, [units[i] for i in indices], of))
         move_inputs(model, self.device, add_hook)
-        cast_at(model, list(of), precision, lambda: not self._summoned, add_hook)
+        cast_at(model, of, precision, lambda: not self._summoned, add_hook)
         state_dict.guard(model, whole, lambda: whole() and self._writes, add_hook)
         if stage.optimizer is Keep.SHARD:
             sliced.register((p for u in units for p in u.parameters), self)

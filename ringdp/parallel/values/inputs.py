@@ -7,7 +7,7 @@ without changes are passed on as they are. Dataclasses and other objects are not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from operator import is_
 from typing import Any
@@ -36,12 +36,12 @@ def move_inputs(model: nn.Module, device: torch.device, add_hook: AddHook) -> No
 
 def cast_at(
     model: nn.Module,
-    units: list[nn.Module],
+    units: Iterable[nn.Module],
     precision: Precision,
     active: Callable[[], bool],
     add_hook: AddHook,
 ) -> None:
-    """Cast the modules' inputs and outputs while `active`."""
+    """Cast inputs and outputs while `active`. `units`: modules, the model among them."""
 
     def before(module: nn.Module, dtype: torch.dtype) -> None:
         change_inputs(module, lambda x: cast(x, dtype) if active() else x, add_hook)
@@ -54,7 +54,7 @@ def cast_at(
 
     kept, within = precision.kept(model)
     if precision.cast_inputs and precision.param is not None:
-        for module in dict.fromkeys([model, *units]):
+        for module in units:
             if module not in within:
                 before(module, precision.param)
     for module in kept:
