@@ -16,6 +16,7 @@ import torch.distributed as dist
 import ringdp
 from ringdp.comm import rendezvous
 from ringdp.comm.store import VARIABLES
+from ringdp.comm.traced import TapeObserver
 from ringdp.schedule import fuse, project, schedule
 from ringdp.tape import recorder
 from tests.ranks import on_ranks
@@ -289,3 +290,24 @@ def test_lost_entries_are_counted(comm: ringdp.Communicator, tmp_path: Path) -> 
     trace = read_trace(comm, path)
     assert all(part["lost"] > 0 for part in trace.about["parts"].values())
     assert any(e["args"]["elements"] == 3 for e in trace.spans("collective", comm.rank))
+
+
+class Tape:
+    """It lost 3 entries before the trace, loses one more, and has two, of 64 bytes each."""
+
+    lost, done = 3, bytes(128)
+
+    def trace(self, entries: int) -> None:
+        self.lost += 1
+
+    def untrace(self) -> None: ...
+
+    def tape(self) -> tuple[bytes, bytes, int]:
+        return self.done, b"", self.lost
+
+
+@pytest.mark.parametrize(("room", "lost"), [(128, 1), (127, 3)])
+def test_only_what_this_trace_loses_or_has_no_room_for_is_counted(room: int, lost: int) -> None:
+    with patch("ringdp.comm.traced.MOST_BYTES", room), patch("ringdp.comm.traced.read", list):
+        entries, counted = TapeObserver(Tape()).end()
+    assert (len(entries), counted) == (128 * (room == 128), lost)
