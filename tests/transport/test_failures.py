@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch.distributed import DistNetworkError, HashStore
 
-from ringdp.transport.base import FailureKind
+from ringdp.transport.base import Failure, FailureKind
 from ringdp.transport.store import failures
 from ringdp.transport.store.failures import Failures
 
@@ -27,6 +27,31 @@ def test_the_first_failure_is_what_all_ranks_see(store_client):
     assert one.failure is not None
     assert one.failure[:3] == (FailureKind.MISMATCH, 2, 0)
     assert one.failure.found == (8, 9, 10)
+
+
+class ShownFailures(HashStore):
+    """A store that notes which failure a rank shows while it asks which was the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shown, self.ranks = list[Failure | None](), list[Failures]()
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        self.shown.append(self.ranks[-1].failure)
+        return super().compare_set(key, expected, desired)
+
+
+def test_a_failure_is_shown_only_once_it_is_known_to_be_the_first(store_client):
+    """Otherwise a waiting thread could raise the other one."""
+    store = ShownFailures()
+    for rank, kind in enumerate((FailureKind.TIMEOUT, FailureKind.MISMATCH)):
+        store.ranks.append(Failures(store_client(store), rank, 2, busy))
+        store.ranks[rank].fail(kind, 0)
+    assert store.shown == [None, None]
+    first, second = (one.failure for one in store.ranks)
+    assert first == second
+    assert first is not None
+    assert first.kind is FailureKind.TIMEOUT
 
 
 @pytest.mark.parametrize(

@@ -62,10 +62,11 @@ class Failures:
         with self.lock:
             if self.failure is not None:
                 return
-            self.failure = Failure(kind, rank, self.rank, expected, found, why)
+            failure = Failure(kind, rank, self.rank, expected, found, why)
             with suppress(DistError):  # without a store, the others cannot be told
                 first = self._store.ask(lambda s: s.compare_set("failed", "", text), later=True)
-                self.failure = _parsed(first, self.rank, self.ranks)
+                failure = _parsed(first, self.rank, self.ranks)
+            self.failure = failure  # not before: a waiting thread raises what it sees here
         self.changed.ring()
 
     def wait_until(self, holds: Callable[[], object], timeout: float | None = None) -> None:
