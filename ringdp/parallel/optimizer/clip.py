@@ -32,7 +32,7 @@ def _norm(engine: Engine, units: Sequence[FlatUnit]) -> float:
         engine.comm.all_gather(every, sums)
         sums = every
     total = 0.0
-    for squares in sums.tolist():
+    for squares in sums.tolist():  # from Python 3.12 on, sum() has other bits: it compensates
         total += squares
     return math.sqrt(total) if total >= 0 else total  # NaN stays
 
