@@ -22,6 +22,7 @@ from ringdp.parallel.engine import Engine
 from ringdp.parallel.entry import shard
 from ringdp.parallel.fronts.fsdp2 import WHOLE, take_in
 from ringdp.parallel.fronts.fsdp_arguments import cast_buffers, field, moved, precision_of, units_of
+from ringdp.parallel.fronts.fsdp_optim import by_name, by_number, names_of
 from ringdp.parallel.mesh import of_mesh
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.optimizer.clip import clip_grad_norm_
@@ -254,13 +255,15 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
         """The optimizer's state of whole parameters, by their names. Collective."""
         refuse("optim_state_dict", group=(group, None))
         wrapper = _wrapper("optim_state_dict", model)
+        names = names_of(wrapper, optim)
+        wrapper.engine.take(optim)  # one that has not stepped may have state, as Adagrad
         state = optim.state_dict() if optim_state_dict is None else optim_state_dict
         _, config = wrapper._state_configs
         if getattr(config, "rank0_only", False) and wrapper.engine.comm.rank > 0:
             return {}
         if getattr(config, "offload_to_cpu", False):
             state = tree_map_only(torch.Tensor, torch.Tensor.cpu, state)
-        return _renamed(state, dict(enumerate(_names(wrapper, optim))))
+        return by_name(names, state)
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -284,8 +287,7 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
                 "optim_state_dict_to_load: the optim_state_dict has no param_groups, as that of "
                 "ranks other than 0 with rank0_only=True; allowed: rank 0's, on every rank"
             )
-        names = _names(wrapper, optim)
-        state = _renamed(optim_state_dict, {name: at for at, name in enumerate(names)})
+        state = by_number(names_of(wrapper, optim), optim_state_dict)
         if load_directly:
             optim.load_state_dict(state)
         return state
@@ -326,18 +328,6 @@ def _wrapper(caller: str, module: nn.Module) -> FullyShardedDataParallel:
     if not isinstance(module, FullyShardedDataParallel):
         raise UsageError(f"{caller}: {type(module).__name__} is not wrapped")
     return module
-
-
-def _names(wrapper: FullyShardedDataParallel, optim: torch.optim.Optimizer) -> list[str]:
-    """The names of the parameters it steps."""
-    names = {id(p): name for name, p in wrapper.named_parameters()}
-    return [names[id(p)] for group in optim.param_groups for p in group["params"]]
-
-
-def _renamed(state: dict[str, Any], names: dict[Any, Any]) -> dict[str, Any]:
-    """An optimizer's state_dict with parameters renamed."""
-    groups = [g | {"params": [names[p] for p in g["params"]]} for g in state["param_groups"]]
-    return {"state": {names[p]: s for p, s in state["state"].items()}, "param_groups": groups}
 
 
 def _rename(

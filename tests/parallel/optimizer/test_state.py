@@ -265,3 +265,32 @@ def test_fsdps_optim_state_dict_has_parameter_names(comm: Communicator, wrapped:
     torch.testing.assert_close(front.optim_state_dict(later, fresh)["state"], whole["state"])
     for m in (model, later):
         m.engine.close()
+
+
+@on_ranks(2)
+def test_fsdps_optim_state_dict_is_loaded_by_name(comm: Communicator) -> None:
+    """Also where a group has its parameters in another order, and before the first step of an
+    optimizer that has state from the start."""
+    front = fronts.FullyShardedDataParallel
+    model = front(net(), comm)
+    named = dict(model.named_parameters())
+    optimizer = torch.optim.Adagrad(model.named_parameters())
+    for steps in range(2):
+        state = front.optim_state_dict(model, optimizer)
+        for whole, name in zip(net().parameters(), named, strict=True):
+            assert state["state"][name]["sum"].shape == whole.shape
+        turned = torch.optim.Adagrad([*model.named_parameters()][::-1])
+        front.optim_state_dict_to_load(model, turned, state, load_directly=True)
+        again = front.optim_state_dict(model, turned)
+        torch.testing.assert_close(again["state"], state["state"])
+        for (group,) in (state["param_groups"], again["param_groups"]):
+            assert group["param_names"] == group["params"]
+        step(model, optimizer, steps)
+    state["state"]["other"] = state["state"].pop("0.0.bias")
+    with pytest.raises(UsageError, match="only one of them has other; allowed: groups"):
+        front.optim_state_dict_to_load(model, optimizer, state)
+    foreign = torch.optim.SGD(net().parameters())
+    for act in (front.optim_state_dict, front.optim_state_dict_to_load):
+        with pytest.raises(UsageError, match="SGD steps a parameter that the wrapped model"):
+            act(model, foreign, state)
+    model.engine.close()
