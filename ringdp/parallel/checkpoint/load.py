@@ -90,6 +90,8 @@ def _values(read: Read, entry: Entry, file: Files) -> Tensor:
 def _set_options(optimizer: torch.optim.Optimizer, index: Index) -> None:
     for group, saved in zip(optimizer.param_groups, index.groups or [], strict=True):
         for option, given in saved["options"].items():
+            if option == "param_names":  # in the saved order
+                continue
             here = group.get(option)
             if isinstance(here, Tensor):
                 here.fill_(given)

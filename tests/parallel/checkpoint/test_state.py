@@ -254,3 +254,20 @@ def test_integer_buffers_and_optimizer_options_keep_their_types(
             with pytest.raises(CheckpointError, match=f"as {str(dtype)[6:]}, which is no {here}"):
                 act(tmp_path, engine, optimizer)
         engine.close()
+
+
+@on_ranks(2)
+def test_a_group_may_have_its_parameters_in_another_order(
+    comm: Communicator, tmp_path: Path
+) -> None:
+    model = nn.Linear(3, 3)
+    engine = ringdp.shard(model, stage=1, comm=comm)
+    model(torch.ones(1, 3)).sum().backward()
+    named = [*model.named_parameters()]
+    saved, loaded = (torch.optim.Adam(order) for order in (named, named[::-1]))
+    saved.step()
+    ringdp.save(tmp_path, engine, saved)
+    ringdp.load(tmp_path, engine, loaded)
+    assert loaded.param_groups[0]["param_names"] == [name for name, _ in named[::-1]]
+    torch.testing.assert_close(dict(loaded.state), dict(saved.state))
+    engine.close()
