@@ -19,10 +19,10 @@ from ringdp.errors import CheckpointError
 from ringdp.parallel.checkpoint import extra
 from ringdp.parallel.checkpoint.index import Entry, Index, file_of, read_index
 from ringdp.parallel.checkpoint.plan import Read, planned
-from ringdp.parallel.checkpoint.spans import pieces
+from ringdp.parallel.checkpoint.spans import check_given, pieces
 from ringdp.parallel.checkpoint.tensorfile import TensorFile, dtype_of
 from ringdp.parallel.checkpoint.together import together
-from ringdp.parallel.engine import Engine, check_engine
+from ringdp.parallel.engine import Engine
 
 Files = Callable[[int], TensorFile]  # by the rank that wrote it
 
@@ -41,7 +41,7 @@ def load(
     every rank and with nothing changed, if the checkpoint is of another model or optimizer, or if a
     rank cannot read its part.
     """
-    check_engine("load", engine)
+    check_given("load", engine, optimizer)
     path, found = Path(path), pieces(engine)
     with together(engine.comm, "nothing was loaded"):
         index = read_index(path)

@@ -26,9 +26,15 @@ from ringdp.parallel.checkpoint.index import (
     new_directory,
 )
 from ringdp.parallel.checkpoint.plan import planned
-from ringdp.parallel.checkpoint.spans import Piece, groups_of, persistent_buffers, pieces
+from ringdp.parallel.checkpoint.spans import (
+    Piece,
+    check_given,
+    groups_of,
+    persistent_buffers,
+    pieces,
+)
 from ringdp.parallel.checkpoint.together import together
-from ringdp.parallel.engine import Engine, check_engine
+from ringdp.parallel.engine import Engine
 from ringdp.parallel.optimizer.state import is_per_element
 from ringdp.parallel.replicas import gather_json
 
@@ -50,7 +56,7 @@ def save(
     a save removes what others have left. Raises CheckpointError on every rank if any rank cannot
     write, or has something that a checkpoint cannot hold.
     """
-    check_engine("save", engine)
+    check_given("save", engine, optimizer)
     path, comm = Path(path), engine.comm
     found = pieces(engine)
     name = gather_json(comm, new_directory())[0]

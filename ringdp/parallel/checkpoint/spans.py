@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ringdp.errors import CheckpointError, UsageError
-from ringdp.parallel.engine import Engine
+from ringdp.parallel.engine import Engine, check_engine
 from ringdp.parallel.stages import Keep
 from ringdp.parallel.unit import State
 
@@ -27,6 +27,16 @@ class Piece(NamedTuple):
         """The values that this rank writes, out of those of its kept elements."""
         begin = self.kept[0]
         return values.detach().reshape(-1)[self.writes[0] - begin : self.writes[1] - begin]
+
+
+def check_given(function: str, engine: object, optimizer: object) -> None:
+    """Raise UsageError unless they are an Engine, and an optimizer or None."""
+    check_engine(function, engine)
+    if not isinstance(optimizer, torch.optim.Optimizer | None):
+        raise UsageError(
+            f"{function}: optimizer is a {type(optimizer).__name__}; allowed: a torch.optim."
+            "Optimizer of the engine's model, or None. A scheduler's state_dict goes into extra"
+        )
 
 
 def pieces(engine: Engine) -> list[Piece]:

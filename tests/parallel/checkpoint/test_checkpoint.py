@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import ringdp
-from ringdp import CheckpointError, Communicator, Precision
+from ringdp import CheckpointError, Communicator, Precision, UsageError
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
@@ -311,5 +311,9 @@ def test_errors_of_save_and_load_say_what_is_wrong(comm: Communicator, tmp_path:
     ):
         with pytest.raises(CheckpointError, match=message):
             attempt()
+    rate: Any = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    for function in (ringdp.save, ringdp.load):
+        with pytest.raises(UsageError, match="optimizer is a ConstantLR; allowed: "):
+            function(tmp_path, engine, rate)
     engine.close()
     other.close()
