@@ -83,6 +83,7 @@ def test_an_algorithm_with_too_many_rows_is_refused(comm: Communicator) -> None:
 
 @on_ranks(2, pool="over_peer")
 def test_a_rank_can_exit_while_others_map_its_window(comm: Communicator) -> None:
+    comm._transport._watch()  # as a slow call does, on threads that stay
     running = set(threading.enumerate())
     other = comm.duplicate()
     if comm.rank == 0:
