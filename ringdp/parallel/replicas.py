@@ -46,9 +46,15 @@ def check_places(tensors: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def check_writable(tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise UsageError for a tensor that only inference_mode may write to: it could not take rank
-    0's values."""
+    """Raise UsageError for a tensor that could not take rank 0's values: one that only
+    inference_mode may write to, or whose elements lie in no plain memory."""
     for name, t in tensors:
+        if t.layout != torch.strided or t.is_quantized or t.is_nested:
+            kind = "nested" if t.is_nested else t.dtype if t.is_quantized else t.layout
+            raise UsageError(
+                f"{name} is {kind}; allowed: dense tensors that are not quantized. Keep it in an "
+                "attribute that is no buffer"
+            )
         if not is_lazy(t) and t.is_inference():
             raise UsageError(f"{name} was made in torch.inference_mode(); make it outside of that")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -64,6 +65,21 @@ def test_shard_refuses_wrong_arguments(comm, wrong, message):
     with pytest.raises(UsageError, match=message):
         ringdp.shard(**({"model": model, "stage": 3, "comm": comm} | wrong))
     ringdp.shard(model, stage=3, comm=comm).close()
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_buffers_that_cannot_take_rank_0s_values_are_refused(comm):
+    """torch would end the process for a quantized one."""
+    quantized = torch._empty_affine_quantized([3], dtype=torch.qint8)
+    for buffer, kind in ((torch.eye(3).to_sparse(), "sparse_coo"), (quantized, "qint8")):
+        model = nn.Linear(2, 2)
+        model.register_buffer("kept", buffer)
+        for wrap in (
+            partial(ringdp.shard, stage=1, comm=comm),
+            partial(ringdp.DistributedDataParallel, process_group=comm),
+        ):
+            with pytest.raises(UsageError, match=f"kept is torch.{kind}; allowed: dense tensors"):
+                wrap(model)
 
 
 @pytest.mark.parametrize(
