@@ -110,7 +110,7 @@ def broadcast(
 def _broadcast(comm: Communicator, tensors: Sequence[Tensor], root: int) -> None:
     if not tensors:
         return
-    flat = torch.cat([t.contiguous().view(-1).view(torch.uint8) for t in tensors])
+    flat = torch.cat([t.contiguous().resolve_conj().view(-1).view(torch.uint8) for t in tensors])
     comm.broadcast(flat, root)
     if comm.rank == root:
         return

@@ -330,7 +330,7 @@ def buffered() -> nn.Module:
     net = Chain(nn.Sequential(linear(), nn.BatchNorm1d(WIDTH)), block())
     net.register_buffer("mask", torch.rand(WIDTH) > 0.5)
     net.register_buffer("flag", torch.tensor(True))
-    net.register_buffer("complex", torch.randn(2, 2, dtype=torch.complex64).t())
+    net.register_buffer("complex", torch.randn(2, 2, dtype=torch.complex64).t().conj())
     return net
 
 

@@ -45,7 +45,7 @@ def write(path: Path, tensors: Mapping[str, Tensor], offsets: Mapping[str, list[
 def _apart(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Contiguous tensors that do not share memory, as safetensors requires."""
     end = 0
-    whole = [(name, t.detach().contiguous()) for name, t in tensors.items()]
+    whole = [(name, t.detach().contiguous().resolve_conj()) for name, t in tensors.items()]
     for name, t in sorted(whole, key=lambda named: named[1].data_ptr()):
         yield name, t.clone() if t.data_ptr() < end else t
         end = max(end, t.data_ptr() + t.nbytes)

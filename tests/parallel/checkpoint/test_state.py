@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import ringdp
@@ -270,4 +271,21 @@ def test_a_group_may_have_its_parameters_in_another_order(
     ringdp.load(tmp_path, engine, loaded)
     assert loaded.param_groups[0]["param_names"] == [name for name, _ in named[::-1]]
     torch.testing.assert_close(dict(loaded.state), dict(saved.state))
+    engine.close()
+
+
+@on_ranks(2)
+def test_a_conjugated_buffer_is_saved_and_exported(comm: Communicator, tmp_path: Path) -> None:
+    """Only a bit in the tensor says that its memory is to be conjugated."""
+    model = Vector()
+    model.register_buffer("phases", torch.tensor([1 + 2j, 3 - 4j]).conj())
+    engine = ringdp.shard(model, stage=1, comm=comm)
+    before = model.phases.clone()
+    ringdp.save(tmp_path / "all", engine)
+    ringdp.export(tmp_path / "model.safetensors", engine)
+    model.phases.zero_()
+    ringdp.load(tmp_path / "all", engine)
+    comm.barrier()
+    for phases in (model.phases, load_file(tmp_path / "model.safetensors")["phases"]):
+        assert torch.equal(phases, before)
     engine.close()
