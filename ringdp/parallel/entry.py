@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
@@ -70,6 +71,11 @@ def shard(
     _check(precision, Precision | None, "precision")
     _check(offload, Offload | None, "offload")
     _check(init, Callable | None, "init")
+    if torch.is_inference_mode_enabled():
+        raise UsageError(
+            "shard within torch.inference_mode(), where it can make no tensor that trains; call it "
+            "outside of that"
+        )
     copies.check(model)
     check_writable((*model.named_parameters(), *model.named_buffers()))
     ahead = 0 if prefetch_bytes is None else prefetch_bytes

@@ -64,6 +64,8 @@ def test_shard_refuses_wrong_arguments(comm, wrong, message):
     model = net()
     with pytest.raises(UsageError, match=message):
         ringdp.shard(**({"model": model, "stage": 3, "comm": comm} | wrong))
+    with torch.inference_mode(), pytest.raises(UsageError, match="call it outside of that"):
+        ringdp.shard(model, stage=3, comm=comm)
     ringdp.shard(model, stage=3, comm=comm).close()
 
 
