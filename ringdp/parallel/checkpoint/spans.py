@@ -30,9 +30,9 @@ class Piece(NamedTuple):
 
 
 def check_given(function: str, engine: object, optimizer: object) -> None:
-    """Raise UsageError unless they are an Engine, and an optimizer or None."""
+    """Raise UsageError unless they are an Engine, and an optimizer, or what wraps one, or None."""
     check_engine(function, engine)
-    if not isinstance(optimizer, torch.optim.Optimizer | None):
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
         raise UsageError(
             f"{function}: optimizer is a {type(optimizer).__name__}; allowed: a torch.optim."
             "Optimizer of the engine's model, or None. A scheduler's state_dict goes into extra"
