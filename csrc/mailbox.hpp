@@ -52,7 +52,7 @@ class Mailbox {
     for (int idle = 1; !dead(); ++idle) {
       const int sender = messages_.receive_now(data, bytes, kind, from);
       if (sender != Matching::kNone || Clock::now() >= end) return sender;
-      rest(lock, std::min(idle, kYields - 1));
+      rest(lock, std::min(idle, kPolls - 1));
     }
     return Matching::kNone;
   }
@@ -108,7 +108,7 @@ class Mailbox {
   }
 
  private:
-  static constexpr int kSpins = Peers::kSpins, kYields = kSpins + Peers::kYields;
+  static constexpr int kPolls = Peers::kSpins;  // in vain, before a thread sleeps between them
   static constexpr double kBrief = 20e-6;  // s for which `receive_now` waits
 
   // Takes the lock. A thread that moves messages lets waiting threads go first (see `rest`), which a mutex
@@ -164,20 +164,18 @@ class Mailbox {
     }
   }
 
-  // Rests without the lock after `idle` polls in vain: spins a little, then yields, then sleeps. At 0 it
-  // only lets waiting threads take the lock.
+  // Rests without the lock after `idle` polls in vain: spins, or yields if ranks share cores, then sleeps.
+  // At 0 it only lets waiting threads take the lock.
   void rest(std::unique_lock<std::mutex>& lock, int idle) {
     // relaxed: only a hint
     if (idle == 0 && asking_.load(std::memory_order_relaxed) == 0) return;
     lock.unlock();
     if (idle == 0) {
       while (asking_.load(std::memory_order_relaxed) > 0) sched_yield();
-    } else if (idle < kSpins && !progress_.peers().crowded()) {
-      pause();
-    } else if (idle < kYields) {
-      sched_yield();
+    } else if (idle < kPolls) {
+      progress_.peers().crowded() ? void(sched_yield()) : pause();
     } else {
-      timespec nap{0, idle < kYields + 32 ? 20'000 : idle < kYields + 512 ? 100'000 : 500'000};
+      timespec nap{0, idle < kPolls + 32 ? 20'000 : idle < kPolls + 512 ? 100'000 : 500'000};
       nanosleep(&nap, nullptr);
     }
     lock.lock();
@@ -192,12 +190,12 @@ class Mailbox {
   void loop() {
     prctl(PR_SET_TIMERSLACK, 1000UL);  // ns by which the kernel may stretch our naps
     std::unique_lock lock(mutex_);
-    for (int idle = kYields; !stop_;) {
+    for (int idle = kPolls; !stop_;) {
       if (!messages_.any() || waiters_ || dead()) {
         work_.wait(lock);
-        idle = kYields;
+        idle = kPolls;
       } else {
-        idle = move() ? 0 : std::max(idle + 1, kYields);
+        idle = move() ? 0 : std::max(idle + 1, kPolls);
         rest(lock, idle);
       }
     }

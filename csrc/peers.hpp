@@ -1,4 +1,13 @@
 // How a rank waits for its peers: with a limit, without taking their cores, and noticing failures.
+//
+// Note [yields]
+//   A rank on a core of its own does not yield, but pauses. And if a yield or a pause has taken long, the
+//   rank sleeps at once for a while: what computes on its core, such as another process, takes a whole turn,
+//   milliseconds, while the peer may be ready in microseconds. A thread that sleeps is woken up sooner.
+//   Of two ranks, each with a computing process on its core, an all_reduce of 64 KiB to which one came 60 us
+//   late took 3.4 ms with yields and takes 6 us; of four ranks on two cores with other processes, 1 MiB took
+//   4.7 ms and takes 0.3. But where nothing else computes, ranks that share cores are faster by yields than
+//   by sleep: 64 KiB takes 13 us instead of 18.
 #pragma once
 
 #include <sched.h>
@@ -11,6 +20,7 @@
 #include <exception>
 #include <optional>
 #include <thread>
+#include <utility>
 
 #include "segment.hpp"
 #include "tape.hpp"
@@ -82,8 +92,8 @@ void ensure(std::thread& thread, Loop loop) {
 
 class Peers {
  public:
-  // A wait spins so often, then yields so often, and looks for failures every kLook.
-  static constexpr int kSpins = 2000, kYields = 200;
+  // A wait spins so often, then lingers so often, and looks for failures every kLook.
+  static constexpr int kSpins = 2000, kLingers = 200;
   static constexpr std::chrono::milliseconds kLook{10};
 
   Peers(Segment& segment, int rank, const std::atomic<bool>& stop)
@@ -151,7 +161,7 @@ class Peers {
     return failed;
   }
 
-  // Waits for `peer` until `ready()`. It spins a little, then yields, then sleeps, so that more ranks than
+  // Waits for `peer` until `ready()`. It spins a little, then lingers, then sleeps, so that more ranks than
   // cores make progress, and looks for failures every kLook. Throws Failed or SliceOver.
   // In the background it spins only for a near peer, and sleeps at once while the rank computes: a thread
   // that yields to a computing thread gets its core back only after that one's time slice, milliseconds
@@ -185,6 +195,9 @@ class Peers {
  private:
   // 4 ranks on 2 cores take about 7 us for 1 KiB, and 9 if the GIL is released first.
   static constexpr std::chrono::microseconds kBrief{100};
+  static constexpr int kPauses = 16;  // take about as long as a yield, 0.3 us
+  // Lost to a thread that computes, if more at once; and for how long there is no lingering then.
+  static constexpr std::chrono::milliseconds kTurn{1}, kBesideOthers{100};
   static constexpr std::uint64_t kStretch = 100'000;  // ns by which a nap may end late
 
   // Adds its lifetime to the tape as waiting time.
@@ -207,7 +220,7 @@ class Peers {
       pause();
     }
     if (brief_) {
-      if (crowded() && yield(ready, patience_)) return;
+      if (crowded() && linger(ready, patience_)) return;
       throw SliceOver{};
     }
     record_.peer.store(peer, std::memory_order_relaxed);
@@ -216,16 +229,23 @@ class Peers {
     record_.peer.store(-1, std::memory_order_relaxed);
   }
 
-  // Yields until ready or `end`. Returns whether it is ready. Not inlined in `spin`, which is the fast path.
+  // Looks until ready or `end`. Returns whether it is ready. Not inlined in `spin`, which is the fast path.
+  // See Note [yields].
   template <class Ready>
-  [[gnu::noinline]] bool yield(Ready ready, Clock::time_point end) {
+  [[gnu::noinline]] bool linger(Ready ready, Clock::time_point end) {
     // relaxed: only a hint
-    const auto yields = [&] { return !background_ || waiting.load(std::memory_order_relaxed) > 0; };
-    for (int i = 0; i < kYields && yields() && Clock::now() < end; ++i) {
+    const auto lingers = [&] { return !background_ || waiting.load(std::memory_order_relaxed) > 0; };
+    auto at = Clock::now();
+    for (int i = 0; i < kLingers && lingers() && at < end && at >= beside_others_until_; ++i) {
       if (ready()) return true;
-      sched_yield();
+      if (crowded())
+        sched_yield();
+      else
+        for (int p = 0; p < kPauses; ++p) pause();
+      const auto before = std::exchange(at, Clock::now());
+      if (at - before > kTurn) beside_others_until_ = at + kBesideOthers;
     }
-    return false;
+    return ready();
   }
 
   template <class Ready>
@@ -233,7 +253,7 @@ class Peers {
   bool wait_on(int peer, Ready ready, Other other) {
     // If other threads compute, a yield or a nap may take as long as their time slice.
     const auto look = std::min(patience_, Clock::now() + kLook);
-    if (yield(ready, look)) return true;
+    if (linger(ready, look)) return true;
     if (other != Other::silent) {
       segment_.board(rank_).bell.sleep(look - Clock::now(), ready);
       if (ready()) return true;
@@ -263,6 +283,7 @@ class Peers {
   const std::atomic<bool>& stop_;
   std::atomic<std::uint64_t> sent_{0};
   Clock::time_point end_ = Clock::time_point::max(), patience_ = end_;
+  Clock::time_point beside_others_until_{};  // see Note [yields]
   bool background_ = false, brief_ = false;
 };
 
