@@ -145,6 +145,22 @@ def check_messages_during_collectives(comm: Communicator) -> None:
         comm.barrier()
 
 
+def check_short_messages_are_received_in_the_background(comm: Communicator) -> None:
+    """More than the channel holds, soon after other messages, and once the thread has slept."""
+    x = torch.zeros(40, 4)
+    for pause in (0.0, 0.0, 0.02):
+        time.sleep(pause)
+        if comm.rank == 0:
+            works = [comm.irecv(row, 1) for row in x]
+        else:
+            for row in x:
+                comm.send(row, 0)
+        comm.barrier()  # no rank waits for the messages
+        if comm.rank == 0:
+            for work in works:
+                work.wait()
+
+
 def check_layouts(comm: Communicator) -> None:
     other = 1 - comm.rank
     complex_ = torch.randn(6, 5, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
@@ -174,6 +190,7 @@ def check_layouts(comm: Communicator) -> None:
         (check_short_messages_need_no_receiver, 2),
         (check_any_source, 4),
         (check_messages_during_collectives, 3),
+        (check_short_messages_are_received_in_the_background, 2),
         (check_layouts, 2),
     ],
 )
