@@ -193,6 +193,21 @@ def test_a_call_is_one_launch_and_repeating_it_reuses_its_job(comm: Communicator
     assert transport._made.cache_info().currsize == made + 1
 
 
+@on_ranks(2, pool="over_peer")
+def test_a_closed_transport_is_in_no_cycle(comm: Communicator) -> None:
+    """Otherwise its memory would be kept until the garbage collector runs."""
+    other = comm.duplicate()
+    other.all_reduce(torch.ones(9))
+    seen = weakref.ref(other._transport)
+    gc.disable()
+    try:
+        other.close()
+        del other
+        wait_until(lambda: seen() is None, CALL_TIMEOUT / 6)
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 8, 64, 300])
 def test_the_size_of_windows_is_bounded(ranks: int):
     made = shape(ranks, channels=16)

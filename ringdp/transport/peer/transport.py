@@ -158,7 +158,7 @@ class PeerTransport(DeviceTransport):
         with self._launching:
             pass  # a launch under way is over, and on the host its kernel; later ones are refused
         self._streams.drain()
-        self._made.cache_clear()
+        del self._made  # and the cycle through it
         if replays:  # a replay may still write to windows, and to its counts when it ends
             held = self._counts, self._table, self._failure, self._windows
             _of_replays.append((*self._captured, *held))
