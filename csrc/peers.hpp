@@ -5,9 +5,10 @@
 //   rank sleeps at once for a while: what computes on its core, such as another process, takes a whole turn,
 //   milliseconds, while the peer may be ready in microseconds. A thread that sleeps is woken up sooner.
 //   Of two ranks, each with a computing process on its core, an all_reduce of 64 KiB to which one came 60 us
-//   late took 3.4 ms with yields and takes 6 us; of four ranks on two cores with other processes, 1 MiB took
-//   4.7 ms and takes 0.3. But where nothing else computes, ranks that share cores are faster by yields than
-//   by sleep: 64 KiB takes 13 us instead of 18.
+//   late took 3.4 ms with yields and takes 6 us; of four ranks on two such cores, one of 64 KiB took 3.5 ms
+//   and takes 0.13. But where nothing else computes, four ranks take 12 us with yields and 50 without. So the
+//   while is short unless turns are lost again and again: after a fixed one of 100 ms, other processes that
+//   came and went tripled the median.
 #pragma once
 
 #include <sched.h>
@@ -196,8 +197,9 @@ class Peers {
   // 4 ranks on 2 cores take about 7 us for 1 KiB, and 9 if the GIL is released first.
   static constexpr std::chrono::microseconds kBrief{100};
   static constexpr int kPauses = 16;  // take about as long as a yield, 0.3 us
-  // Lost to a thread that computes, if more at once; and for how long there is no lingering then.
-  static constexpr std::chrono::milliseconds kTurn{1}, kBesideOthers{100};
+  // If a look takes longer, something that computes had the core. Then no wait lingers for kTurn, or twice as
+  // long as the last time, up to kMost, if that ended less than kMost ago.
+  static constexpr std::chrono::milliseconds kTurn{1}, kMost{100};
   static constexpr std::uint64_t kStretch = 100'000;  // ns by which a nap may end late
 
   // Adds its lifetime to the tape as waiting time.
@@ -236,14 +238,16 @@ class Peers {
     // relaxed: only a hint
     const auto lingers = [&] { return !background_ || waiting.load(std::memory_order_relaxed) > 0; };
     auto at = Clock::now();
-    for (int i = 0; i < kLingers && lingers() && at < end && at >= beside_others_until_; ++i) {
+    for (int i = 0; i < kLingers && lingers() && at < end && at >= lingers_from_; ++i) {
       if (ready()) return true;
       if (crowded())
         sched_yield();
       else
         for (int p = 0; p < kPauses; ++p) pause();
       const auto before = std::exchange(at, Clock::now());
-      if (at - before > kTurn) beside_others_until_ = at + kBesideOthers;
+      if (at - before <= kTurn) continue;
+      without_ = at - lingers_from_ < kMost ? std::min<Clock::duration>(2 * without_, kMost) : kTurn;
+      lingers_from_ = at + without_;
     }
     return ready();
   }
@@ -283,7 +287,8 @@ class Peers {
   const std::atomic<bool>& stop_;
   std::atomic<std::uint64_t> sent_{0};
   Clock::time_point end_ = Clock::time_point::max(), patience_ = end_;
-  Clock::time_point beside_others_until_{};  // see Note [yields]
+  Clock::time_point lingers_from_{};  // when waits linger again; see Note [yields]
+  Clock::duration without_ = kTurn;   // how long they did not before that
   bool background_ = false, brief_ = false;
 };
 
