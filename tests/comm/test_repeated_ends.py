@@ -20,6 +20,7 @@ from ringdp.transport.base import Exchange
 from ringdp.transport.records import call_site
 from tests.comm.failing import catch, fallible, until_failed
 from tests.ranks import on_ranks
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.process
 
@@ -63,8 +64,8 @@ def test_other_threads_run_while_a_brief_call_waits(comm: Communicator) -> None:
     x, record = torch.ones(8), comm._transport.record
     for _ in range(2):  # the second call is a repeated one
         comm.all_reduce(x)
-    before = record(comm.rank).begun
     with comm.duplicate() as other:
+        before = record(comm.rank).begun  # after `duplicate`, which is a call, too
 
         def tick() -> None:
             while record(0).begun == before:
@@ -76,9 +77,11 @@ def test_other_threads_run_while_a_brief_call_waits(comm: Communicator) -> None:
         thread = threading.Thread(target=tick)
         if comm.rank == 0:
             thread.start()
-        else:
-            other.barrier()  # until rank 0's thread has run during its call
-        comm.all_reduce(x)
+        try:
+            if comm.rank:  # end rank 0's call once its thread has run during it
+                wait_until(other.barrier(async_op=True).is_completed)
+        finally:
+            comm.all_reduce(x)
         if comm.rank == 0:
             thread.join()
 
