@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 from typing import Any
 from unittest.mock import patch
 
@@ -62,6 +63,7 @@ def test_wrong_models_and_arguments_are_refused(comm: Communicator) -> None:
             "_MixedPrecision",
         ),
         (error_text(lambda: Join([wrap()]), UsageError), "torch.distributed group"),
+        (error_text(lambda: pickle.dumps(wrap())), "default process group"),
         (error_text(used_outside), "to have sparse gradient"),
     ):
         assert word in text, text
