@@ -174,9 +174,9 @@ def unwritable(asked: str, given: str | os.PathLike[str], *, trace: bool) -> str
 
     `asked` begins the message. A trace replaces the file, and has parts beside it.
     """
-    path = Path(given)
+    path, given = Path(given), os.fspath(given)
     try:
-        if os.fspath(given).endswith(("/", "/.")) and not path.is_dir():
+        if given.endswith(("/", "/.")) and not path.is_dir():
             raise ValueError("it names a directory")  # as a Path it would be that of a file
         if path == Path("-"):
             raise ValueError("it means standard output, not a file")
