@@ -27,6 +27,7 @@ from ringdp.transport.arena import Arena
 from ringdp.transport.shm.transport import ShmTransport
 from ringdp.transport.store.handshake import Handshake
 from tests.forks import CALL_TIMEOUT
+from tests.waiting import wait_until
 
 
 def connect(
@@ -64,8 +65,7 @@ def catch(comm: Communicator, *calls: Callable[[], object]) -> Caught | None:
 
 def until_failed(comm: Communicator) -> None:
     """Runs user code until another rank has failed."""
-    while comm._transport.failure() is None:
-        time.sleep(0.01)
+    wait_until(comm._transport.failure, 2 * CALL_TIMEOUT)
 
 
 def held() -> Counter[str]:

@@ -120,9 +120,8 @@ def test_a_repeated_call_times_out(comm: Communicator, algorithm: str, later: bo
     comm.all_reduce(x, algorithm=algorithm)
     if comm.rank == 0:
         comm.set_timeout(0.3)
-    else:  # until rank 0 has given up
-        while comm._transport.failure() is None:
-            time.sleep(0.01)
+    else:
+        until_failed(comm)
     caught = catch(comm, lambda: comm.all_reduce(x, algorithm=algorithm, async_op=later).wait())
     assert caught.error == caught.again == "CollectiveTimeout"
     what = f"all_reduce #2 (float32, sum{BY[algorithm]}) of 8 elements"
