@@ -88,7 +88,7 @@ class Work:
 
     def exception(self) -> CommunicationError | None:
         """Return the error that ended it, or None."""
-        if not self._done:
+        if not self._done and self._error is None:
             try:
                 self._ended(self._guard.check)
             except CommunicationError as e:

@@ -130,7 +130,9 @@ def test_polling_a_message_detects_a_lost_peer(comm: Communicator) -> None:
     for work in works:
         while not work.is_completed():
             time.sleep(0.001)
-        assert isinstance(work.exception(), ringdp.PeerLost)
+        error = work.exception()
+        assert isinstance(error, ringdp.PeerLost)
+        assert work.exception() is error
 
 
 @on_ranks(2, pool="fresh_ranks")
