@@ -66,7 +66,7 @@ class Direct : private Messages {
 
  private:
   enum class Path { alone, lines, whole, tiles };
-  static constexpr std::size_t kMost = 1ull << 48;  // bytes: more than any process can map
+  static constexpr std::size_t kMost = 1ull << 48;  // bytes: no memory holds as many
 
   // Messages that a rank would send over a link, one after the other: a shard to every other rank.
   std::size_t messages() const {
