@@ -75,7 +75,7 @@ MEETING = "two processes meet over NCCL"  # on one GPU, as if on two hosts
 PARTS = (
     Part("what is here", (*MAIN, "doctor"), 15, tests=False),
     pytested("kernels equal the CPU's bits", 60, *SIDE_BY_SIDE, "tests/kernels"),
-    benched("bench of kernels", 45, "4K", "256M", "kernels", "--factor", "16"),
+    benched("bench of kernels", 45, "4K", "256M", "kernels", "--factor", "4"),
     pytested("NCCL with virtual ranks", 30, *SIDE_BY_SIDE, "tests/transport/nccl/test_virtual.py"),
     pytested("the engine, on one rank", 40, *SIDE_BY_SIDE, "tests/transport/nccl/test_alone.py"),
     pytested("peer memory equals the simulator", 40, "tests/transport/test_peer.py"),

@@ -12,8 +12,7 @@ from bench.plan import COLLECTIVES, Run, Timed
 from bench.results import RESULTS, load
 from ringdp.cli.bench.error import Row
 from ringdp.cli.bench.kernel_cases import CASES, OURS
-
-LARGE = 256 << 20  # bytes: several times any cache. See Note [written back]
+from ringdp.cli.bench.kernels import ALONE
 
 
 def markdown(
@@ -117,8 +116,8 @@ def _measured() -> Iterator[tuple[str, list[dict[str, Any]]]]:
 
 
 def _cell(rows: list[dict[str, Any]], kernel: str) -> str:
-    """The worst figures among large sizes."""
-    large = [r for r in rows if r["kernel"] == kernel and r["size"] >= LARGE]
+    """The worst figures among sizes from ALONE on."""
+    large = [r for r in rows if r["kernel"] == kernel and r["size"] >= ALONE]
     ours = [r["percent_of_copy"] for r in large if r["way"] == OURS]
     theirs = [r["over_ours"] for r in large if r["over_ours"] is not None]
     return f"{min(ours):.0f} ({min(theirs):.2f})" if ours and theirs else "not measured"

@@ -1,12 +1,12 @@
 """Where many tensors lie in one flat buffer, and the table that lets one launch serve them all.
 
-A launch costs microseconds, so tensors are cut into chunks of at most BLOCK elements, one for each
-program, and a table says where each chunk lies. The table is small: 24 bytes a chunk.
+A launch costs microseconds, so tensors are cut into chunks, one for each program or several, and a
+table says where each chunk lies. The table is small: 24 bytes a chunk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 
 from .address import address
-
-BLOCK = 4096  # elements per program
 
 
 class Span(NamedTuple):
@@ -32,11 +30,13 @@ def tables(
     device: torch.device,
     offsets: Sequence[int] | None = None,
     *,
+    block: Callable[[torch.dtype], int],
     elems: int = 0,
     padding: torch.dtype | None = None,
 ) -> dict[torch.dtype, Tensor]:
     """Return a chunk table for each dtype of contiguous tensors, on the device: one launch each.
 
+    Chunks have at most `block(dtype)` elements.
     With `padding`, what no tensor covers of the flat buffer's `elems` becomes chunks of the first
     table, or of one for the dtype `padding`. Only kernels on the current stream may read the
     tables. Raises ValueError if a tensor is not in memory, and RuntimeError in the capture of a
@@ -54,7 +54,8 @@ def tables(
         if x.numel():
             spans[x.dtype].append(Span(address(x), offset, x.numel()))
     return {
-        dtype: _upload(chunk_table(rows, dtype.itemsize), device) for dtype, rows in spans.items()
+        dtype: _upload(chunk_table(rows, dtype.itemsize, block(dtype)), device)
+        for dtype, rows in spans.items()
     }
 
 
@@ -64,19 +65,19 @@ def _upload(table: Tensor, device: torch.device) -> Tensor:
     return table.pin_memory().to(device, non_blocking=True)
 
 
-def chunk_table(spans: Sequence[Span], itemsize: int) -> Tensor:
-    """Cut spans into chunks of at most BLOCK elements: int64[chunks, 3] on the host.
+def chunk_table(spans: Sequence[Span], itemsize: int, block: int) -> Tensor:
+    """Cut spans into chunks of at most `block` elements: int64[chunks, 3] on the host.
 
     `itemsize`: bytes of an element at an address.
     """
     table = torch.tensor(spans, dtype=torch.int64).view(-1, 3)
-    pieces = (table[:, 2] + BLOCK - 1) // BLOCK
+    pieces = (table[:, 2] + block - 1) // block
     skip = torch.arange(int(pieces.sum()))
-    skip = (skip - (pieces.cumsum(0) - pieces).repeat_interleave(pieces)) * BLOCK
+    skip = (skip - (pieces.cumsum(0) - pieces).repeat_interleave(pieces)) * block
     table = table.repeat_interleave(pieces, 0)
     table[:, 0] += skip * itemsize * (table[:, 0] != 0)
     table[:, 1] += skip
-    table[:, 2] = (table[:, 2] - skip).clamp(max=BLOCK)
+    table[:, 2] = (table[:, 2] - skip).clamp(max=block)
     return table
 
 

@@ -30,7 +30,7 @@ from .repeats import Repeats
 if TYPE_CHECKING:
     import triton.language as tl
 
-BLOCK = 2048  # elements per program
+BLOCK = 1024  # elements per program
 CACHED = 65536  # elements per torch call and thread
 HIGH, FIRST, SECOND = 0x9E3779B9, 0x7FEB352D, 0x846CA68B  # odd multipliers
 NAN = 0x7FC0  # torch's bfloat16

@@ -25,7 +25,7 @@ from .repeats import Repeats
 if TYPE_CHECKING:
     import triton.language as tl
 
-BLOCK = 2048  # elements per program: of 16 bits, two accesses a thread
+BLOCK = 1024  # elements per program: of 16 bits, one access a thread
 CACHED = 131072  # elements per torch call and thread: fewer are slower, more leave the L2 cache
 _repeats = Repeats()
 

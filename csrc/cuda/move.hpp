@@ -140,7 +140,8 @@ RINGDP_DEVICE inline bool aligned(const void* address) {
 template <class T>
 RINGDP_DEVICE void move_elements(const Team& team, const Move& m, Op op, int ranks) {
   constexpr int K = 16 / sizeof(T);
-  constexpr int U = sizeof(T) < 4 ? 2 : 4;
+  // As many as the registers hold: integers of 8 and 16 bits are combined one by one.
+  constexpr int U = sizeof(T) == 4 ? 8 : std::is_integral_v<T> && sizeof(T) < 4 ? 2 : 4;
   i64 packs = 0;
   if (aligned(m.value) && aligned(m.with) && aligned(m.sum) && aligned(m.store) && aligned(m.send))
     packs = m.count / K;

@@ -1,6 +1,7 @@
 // The kernels: grid (1, channels, ranks in this launch), one block each. The launch is cooperative:
-// blocks wait for one another, so either all are resident or the driver refuses the launch. Two blocks
-// fit a multiprocessor: while the leader of one waits, the team of the other moves data.
+// blocks wait for one another, so either all are resident or the driver refuses the launch. One block
+// fits a multiprocessor. Two of 256 threads, one of which moves data while the leader of the other
+// waits, are slower: 422 GB/s against 467 [measured: H200, all multiprocessors, busbw of 2 ranks].
 #include "rows.hpp"
 
 namespace ringdp {
@@ -14,7 +15,7 @@ __device__ void rows(const Job* jobs, const Given& given) {
 }  // namespace ringdp
 
 #define RINGDP_KERNEL(name, T)                                                     \
-  extern "C" __global__ void __launch_bounds__(256, 2) rows_##name(                \
+  extern "C" __global__ void __launch_bounds__(512, 1) rows_##name(                \
       const ringdp::Job* jobs, char* buffer, char* room, ringdp::i64 number) {     \
     ringdp::rows<T>(jobs, {buffer, room, number});                                 \
   }

@@ -85,7 +85,7 @@ def test_kernel_takes_mixed_dtypes_and_no_tensors(interpreted: None) -> None:
 
 
 def test_chunk_table_splits_spans_into_chunks() -> None:
-    rows = chunk_table((Span(1 << 40, 3, 8200), Span(0, 8203, 4097), Span(64, 0, 1)), 2)
+    rows = chunk_table((Span(1 << 40, 3, 8200), Span(0, 8203, 4097), Span(64, 0, 1)), 2, 4096)
     base = 1 << 40
     assert rows.tolist() == [
         [base, 3, 4096],

@@ -109,7 +109,7 @@ def test_kernels_that_a_graph_must_not_repeat_are_refused_in_a_capture(
     with pytest.raises(RuntimeError, match=r"adamw_kernel.*capture of a CUDA graph"):
         adamw_kernel.launch(1, there)
     with pytest.raises(RuntimeError, match=r"tables of addresses .* capture of a CUDA graph"):
-        tables([there], torch.device("cuda"))
+        tables([there], torch.device("cuda"), block=lambda _: 4096)
     ran = []
     kernel = Kernel(fold_kernel.fn, (), {}, capturable=fold_kernel.capturable)
     kernel.function = {(1,): lambda x, **_: ran.append(x)}

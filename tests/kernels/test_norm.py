@@ -11,13 +11,13 @@ import torch
 
 from ringdp.kernels import squared_norm
 from ringdp.kernels.norm import (
+    BLOCK,
     PROGRAMS,
     squared_norm_cpp,
     squared_norm_torch,
     squared_norm_triton,
 )
 from ringdp.kernels.precision import FLOATS
-from ringdp.kernels.spans import BLOCK
 from tests.kernels.inputs import LENGTHS, copy_to_gpu, random_floats
 
 U = 2.0**-53
@@ -115,11 +115,11 @@ def test_any_number_of_programs_gives_the_sum_and_resets_the_scratch(
     x = [torch.ones(n) for n in (5, 3 * BLOCK, BLOCK + 1, 0, 7)]  # 7 chunks
     for programs in (1, 2, 3, 6, 7, 8):
         monkeypatch.setattr(module, "PROGRAMS", programs)
-        scratch = torch.full((programs,), -1.0, dtype=torch.float64)
+        scratch = torch.full((programs,), -torch.inf, dtype=torch.float64)
         monkeypatch.setattr(module, "_scratch", lambda *_, here=scratch: here)
         for count in (5, 1, 3):
             assert squared_norm_triton(x[:count]).item() == sum(map(len, x[:count]))
-            assert (scratch == -1).all()
+            assert (scratch == -torch.inf).all()
 
 
 def test_mixed_dtypes_are_accepted(interpreted: None) -> None:
@@ -144,6 +144,20 @@ def test_gpu_is_within_the_error_bound(dtype: torch.dtype) -> None:
     first = squared_norm(copies)
     assert abs(first.item() - want) <= bound(tensors, want)
     assert squared_norm(copies).item() == first.item()
+
+
+@pytest.mark.gpu
+def test_inf_and_nan_of_any_program_reach_the_sum() -> None:
+    """The last program waits for the others also where its sum of their sums is already nan."""
+    ones = torch.ones(3 * PROGRAMS * BLOCK, device="cuda")
+    for at in (0, BLOCK, len(ones) - 1):
+        for value in (torch.inf, torch.nan):
+            ones[at] = value
+            assert [squared_norm([ones]).item() for _ in range(50)] == pytest.approx(
+                [value] * 50, nan_ok=True
+            )
+        ones[at] = 1
+        assert squared_norm([ones]).item() == len(ones)
 
 
 @pytest.mark.gpu

@@ -58,7 +58,7 @@ def test_the_number_of_channels_is_limited_by_the_gpu_and_the_data(
     for size in (1 << 10, 128 << 10, 1 << 20):  # a channel should move at least 64 KiB
         ranks = VirtualRanks(2, channels=4, device="cpu", kernels=recording)
         ranks.run(programs("all_reduce", "ring", 2), list(torch.ones(2, size // 4)))
-    assert recording.grids == [(132, 2), (33, 8), (1, 300), (1, 2), (2, 2), (4, 2)]
+    assert recording.grids == [(66, 2), (16, 8), (1, 300), (1, 2), (2, 2), (4, 2)]
 
 
 class Refused(RuntimeError):

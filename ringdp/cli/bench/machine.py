@@ -31,17 +31,6 @@ def load() -> str:
     return " ".join(f"{average:.2f}" for average in os.getloadavg())
 
 
-def last_cache() -> int:
-    """The size in bytes of the last-level cache; 32 MiB if Linux does not tell."""
-    size = next(reversed(_caches()), "L3 32768K").split()[1]
-    return int(size.rstrip("KMG")) << 10 * " KMG".index(size[-1])
-
-
-def free_memory() -> int:
-    """Free memory in bytes, without what Linux could reclaim."""
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 def _field(file: Path, name: str) -> str:
     for line in file.read_text(encoding="utf-8").splitlines():
         key, _, value = line.partition(":")

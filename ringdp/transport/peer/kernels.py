@@ -23,8 +23,8 @@ from ringdp.transport.peer.jobs import kernel_name
 
 FATBIN = Path(_core.__file__).parent / "peer.fatbin"
 HOST = Path(_core.__file__).with_name("libhostpeer.so")
-THREADS = 256  # per block
-TOGETHER = 2  # blocks per multiprocessor, limited by registers (launch bounds in csrc's peer.cu)
+THREADS = 512  # per block
+TOGETHER = 1  # blocks per multiprocessor, limited by registers (launch bounds in csrc's peer.cu)
 NO_THREADS = 3  # result of csrc's threads.hpp: the system lacks threads
 INSTALL = "pip install 'ringdp[cuda13]', or cuda12"
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from ringdp.cli.bench import kernels as bench
-from ringdp.cli.bench import machine
 from ringdp.cli.bench.kernel_cases import CASES, OURS, Case
-from ringdp.cli.bench.kernels import ALONE, COPY, interleaved, roof_of, timer_of
+from ringdp.cli.bench.kernels import ALONE, COPY, interleaved, timer_of
 from ringdp.cli.main import main
 from ringdp.kernels import __all__ as kernels
 
@@ -41,7 +41,6 @@ def test_every_kernel_is_timed_with_torchs_alternatives(
         assert row["bytes"] == CASES[row["kernel"]].moves * row["size"]
         assert row["gb_s"] == pytest.approx(row["bytes"] / row["p50_us"] / 1e3, abs=0.01)
         assert (row["over_ours"] is None) == (row["way"] == OURS)
-        assert row["roof"] == row["size"]
     shown = capsys.readouterr().out
     assert shown.index("1,024  ") < shown.index("4,096  ") < shown.rindex("squared_norm")
     assert f"kernels on {report['device']}" in shown
@@ -84,13 +83,13 @@ def test_a_failing_implementation_loses_only_its_own_row(
 def test_a_size_that_does_not_fit_loses_only_its_own_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def roof(size: int, device: torch.device) -> int:
-        if size > 1024:
+    def copy(moves: float, elems: int, device: torch.device) -> Callable[[], object]:
+        if elems > 256:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return size
+        return lambda: None
 
     monkeypatch.setattr(bench, "CASES", {"fold": Case(1, lambda *_: {OURS: lambda: None})})
-    monkeypatch.setattr(bench, "roof_of", roof)
+    monkeypatch.setattr(bench, "_copy", copy)
     file = tmp_path / "rows.json"
     arguments = ["--min", "1K", "--max", "4K", "--rounds", "1", "--json", str(file)]
     assert main(["bench", "kernels", *arguments]) == 1
@@ -124,30 +123,13 @@ def test_implementations_take_turns() -> None:
     assert "".join(rounds) == "ababab"
 
 
-def test_the_reference_copy_of_large_sizes_exceeds_the_cache(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(bench, "last_cache", lambda: 32 << 20)
-    monkeypatch.setattr(bench, "free_memory", lambda: 1 << 40)
-    cpu = torch.device("cpu")
-    assert roof_of(ALONE - 4, cpu) == ALONE - 4
-    assert roof_of(ALONE, cpu) == roof_of(256 << 20, cpu) == 512 << 20
-    assert roof_of(1 << 30, cpu) == 1 << 30
-    monkeypatch.setattr(bench, "last_cache", lambda: 480 << 20)
-    assert roof_of(ALONE, cpu) == bench.MOST_ROOF
-    monkeypatch.setattr(bench, "free_memory", lambda: 1 << 30)
-    assert roof_of(ALONE, cpu) == 256 << 20  # x and y take half of the free memory each
-    times = {COPY: [0.5], OURS: [0.25]}
-    (row,) = bench._rows("flatten", 1 << 20, 16 << 20, times)  # copied at 64 MiB/s, ours at 32
-    assert (row.percent_of_copy, row.roof) == (50.0, 16 << 20)
-
-
-def test_the_size_of_the_last_level_cache_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_caches", lambda: ["L1 32K", "L2 1024K", "L3 32M"])
-    assert machine.last_cache() == 32 << 20
-    monkeypatch.setattr(machine, "_caches", list)
-    assert machine.last_cache() == 32 << 20
-    assert machine.free_memory() > 0
+def test_the_copy_moves_as_many_bytes_as_the_kernel() -> None:
+    for moves, elems in ((1, 64), (1.5, 64), (9, 64), (1, 1)):
+        copied = bench._copy(moves, elems, torch.device("cpu"))()
+        assert isinstance(copied, torch.Tensor)
+        assert 2 * copied.nbytes == max(8, 4 * moves * elems)
+    (row,) = bench._rows("flatten", 64 << 20, {COPY: [0.25], OURS: [0.5]})
+    assert (row.bytes, row.percent_of_copy) == (128 << 20, 50.0)
 
 
 class Device:
