@@ -192,7 +192,7 @@ def test_copy(
 @pytest.mark.parametrize(("arch", "source"), each_arch_and_row((F32,), (BF16,)))
 def test_squared_norm(source: torch.dtype, arch: int, tmp_path: Path) -> None:
     arguments = {"chunks": "*i64", "count": "i32", "scratch": "*fp64", "total": "*fp64"}
-    constants = {"SOURCE": source, "BLOCK": NORM_BLOCK, "MOST": 512}
+    constants = {"SOURCE": source, "BLOCK": NORM_BLOCK, "MOST": 1024}
     constants["LANES"] = THREADS * 16 // source.itemsize
     code = compiled(squared_norm_kernel, arch, tmp_path, arguments, constants, odd=("count",))
     assert count_128(code, "LDG") == NORM_BLOCK // THREADS * source.itemsize // 16
@@ -202,8 +202,8 @@ def test_squared_norm(source: torch.dtype, arch: int, tmp_path: Path) -> None:
     # all programs are resident at once
     assert PROGRAMS // 132 * THREADS * given <= 65536 or arch == 80
     # Threads' sums are combined once, and the programs' at two places: no shuffles in the loop over
-    # chunks. Up to 9 more count the missing ones [4 or 9 in Triton 3.6 and 3.7].
-    assert 0 <= len(re.findall(r"\bshfl\.sync", code.ptx)) - 3 * 2 * (5 + 4) <= 9
+    # chunks. Up to 8 more count the missing ones [3 or 8 in Triton 3.6 and 3.7].
+    assert 0 <= len(re.findall(r"\bshfl\.sync", code.ptx)) - 3 * 2 * (5 + 3) <= 8
     assert ".ftz" not in code.ptx
     # A program's result and its flag are one 64-bit message, so no fence is needed.
     assert re.findall(r"\batom\.\S+", code.ptx) == ["atom.global.gpu.relaxed.exch.b64"]
