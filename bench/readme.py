@@ -18,11 +18,12 @@ from bench import trace as tracing
 from bench import turns
 from bench import zero_step as zero
 from bench.ddp_step import KEPT
+from bench.gpu_tables import kernels, nccl, peer_memory
 from bench.guard import Row
 from bench.required import REQUIRED, Reached, beside_gloo, median, minimum, of_suite, reached
 from bench.results import OTHER, RESULTS, load
 from bench.small import Small
-from bench.tables import error, kernels, link, markdown, plan
+from bench.tables import bytes_text, error, link, markdown, plan
 from ringdp.cli.bench.rows import read
 from ringdp.cli.runs import MEMORY
 from ringdp.schedule import schedule, svg
@@ -51,7 +52,7 @@ def best() -> str:
         peer = min((r for r in rows if not r.ours), key=median)
         times = f"{median(ours):,.1f} µs", f"{median(peer):,.1f} µs ({peer.label})"
         lines.append(
-            [f"all_reduce of {_bytes(size)}", *times, f"{median(ours) / median(peer):.2f}"]
+            [f"all_reduce of {bytes_text(size)}", *times, f"{median(ours) / median(peer):.2f}"]
         )
     for name, case, way, other in (
         ("ddp_step", "training step, DDP", "ringdp", f"torch over gloo{KEPT}"),
@@ -116,11 +117,7 @@ def _cell(found: Reached | None, promised: float) -> str:
     if found is None:
         return "not measured"
     less = f" {LESS}" if found.ratio < promised else ""
-    return f"{found.ratio:.2f} ({_bytes(found.size)}){less}"
-
-
-def _bytes(size: int) -> str:
-    return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
+    return f"{found.ratio:.2f} ({bytes_text(found.size)}){less}"
 
 
 def all_reduce() -> str:
@@ -134,7 +131,7 @@ def all_reduce() -> str:
         bounds = {r.registered: r.bound_us for r in here.values()}
         lines.append([f"{size:,}", *cells, *(_bound(bounds[where]) for where in (False, True))])
     ways = (label.replace("auto", "ringdp").replace("reg", "registered") for _, label in labels)
-    beaten = [f"{r.min_us:,.0f} µs at {_bytes(r.bytes)}" for r in rows if r.beats_bound]
+    beaten = [f"{r.min_us:,.0f} µs at {bytes_text(r.bytes)}" for r in rows if r.beats_bound]
     table = markdown(["bytes", *ways, "bound", "bound, registered"], lines, left=())
     if not beaten:
         return table
@@ -154,7 +151,7 @@ def plots() -> str:
 def guard() -> str:
     """From `python -m bench.guard`."""
     rows = [Row(**row) for row in load("guard")]
-    costs = [f"{r.cost_us:.2f} µs ({r.ratio:.1%}) of {_bytes(r.bytes)}" for r in rows]
+    costs = [f"{r.cost_us:.2f} µs ({r.ratio:.1%}) of {bytes_text(r.bytes)}" for r in rows]
     return (
         "What a call pays for saying what it does, should it hang (`bench/guard.py`): "
         f"{', '.join(costs)}."
@@ -164,7 +161,7 @@ def guard() -> str:
 def small() -> str:
     """From `python -m bench.small`."""
     found = Small(**load("small"))
-    parts = [f"{us:.2f} µs of {_bytes(int(size))}" for size, us in found.exchange_us.items()]
+    parts = [f"{us:.2f} µs of {bytes_text(int(size))}" for size, us in found.exchange_us.items()]
     return (
         f"What a small call is made of (`bench/small.py`): the exchange, in a loop of C++ on two "
         f"cores, takes {' and '.join(parts)}; all the rest, as on one rank, which exchanges "
@@ -263,7 +260,7 @@ PARTS: dict[str, Callable[[], str]] = {
     part.__name__: part
     for part in (
         *(best, stages, all_reduce, machine, plots, ratios, small, guard, ddp_step, zero_step),
-        *(torch_backend, link, plan, trace, error, kernels),
+        *(torch_backend, link, plan, trace, error, kernels, nccl, peer_memory),
     )
 }
 

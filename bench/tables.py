@@ -1,18 +1,14 @@
-"""Tables and sentences about results, for `readme`: predictions, errors of sums, and kernels."""
+"""Tables and sentences about results, for `readme`: predictions, and errors of sums."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from statistics import median
-from typing import Any
 
 from bench.link import LinkRow
 from bench.plan import COLLECTIVES, Run, Timed
-from bench.results import RESULTS, load
+from bench.results import load
 from ringdp.cli.bench.error import Row
-from ringdp.cli.bench.kernel_cases import CASES, OURS
-from ringdp.cli.bench.kernels import ALONE
 
 
 def markdown(
@@ -25,6 +21,10 @@ def markdown(
 
 def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
+
+
+def bytes_text(size: int) -> str:
+    return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
 
 
 def link_rows() -> list[LinkRow]:
@@ -93,31 +93,3 @@ def error() -> str:
         "`ringdp bench error` counts how far sums are from float64's, by algorithm, dtype and "
         f"ranks. Of 64 positive numbers, at most this many ulps: {'; '.join(cells)}."
     )
-
-
-def kernels() -> str:
-    measured = list(_measured())
-    heads = [f"{gpu}, % of a copy (× best of torch)" for gpu, _ in measured]
-    heads = ["kernel", "must move, bytes an element", *(heads or ["on a GPU"])]
-    lines = []
-    for kernel, case in CASES.items():
-        cells = [_cell(rows, kernel) for _, rows in measured] or ["no GPU figure was measured"]
-        lines.append([kernel, f"{4 * case.moves:g}", *cells])
-    return markdown(heads, lines)
-
-
-def _measured() -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """The GPU and the rows of each file with results of kernels."""
-    for file in sorted(RESULTS.glob("*.json")):
-        found = json.loads(file.read_bytes())
-        for part in found.get("parts", []) if isinstance(found, dict) else []:
-            if part["name"] == "bench of kernels" and part["rows"]:
-                yield found["gpu"], part["rows"]["rows"]
-
-
-def _cell(rows: list[dict[str, Any]], kernel: str) -> str:
-    """The worst figures among sizes from ALONE on."""
-    large = [r for r in rows if r["kernel"] == kernel and r["size"] >= ALONE]
-    ours = [r["percent_of_copy"] for r in large if r["way"] == OURS]
-    theirs = [r["over_ours"] for r in large if r["over_ours"] is not None]
-    return f"{min(ours):.0f} ({min(theirs):.2f})" if ours and theirs else "not measured"
