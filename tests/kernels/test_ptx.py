@@ -129,11 +129,12 @@ def test_adamw(elems: int, dtype: torch.dtype | None) -> None:
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_squared_norm(dtype: torch.dtype) -> None:
-    """Sums of ones are exact: by one program, and by all, some of which have two chunks."""
+    """Sums of ones are exact: by one program or two, and by all, some of which have two chunks."""
     for elems in (1, BLOCK - 1, BLOCK * (PROGRAMS + 1) + 5):
         x = torch.ones(elems + 1, dtype=dtype)[1:]
         for _ in range(2):
             assert squared_norm_triton([x, x[:7]]).item() == elems + len(x[:7])
+            assert squared_norm_triton([x[:7]]).item() == len(x[:7])  # a constant: one chunk
 
 
 def test_ptx_detects_wrong_hints_and_stray_accesses(monkeypatch: pytest.MonkeyPatch) -> None:
