@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import cache
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from ringdp.parallel.engine import Engine
 Files = Callable[[int], TensorFile]  # by the rank that wrote it
 
 
+@torch.inference_mode(False)  # nothing could write to the state that it makes
 def load(
     path: str | os.PathLike[str],
     engine: Engine,
@@ -92,10 +94,14 @@ def _set_options(optimizer: torch.optim.Optimizer, index: Index) -> None:
         for option, given in saved["options"].items():
             if option == "param_names":  # in the saved order
                 continue
-            here = group.get(option)
-            if isinstance(here, Tensor):
-                here.fill_(given)
-            elif isinstance(given, list) and not isinstance(here, list):
-                group[option] = tuple(given)
-            else:
-                group[option] = given
+            group[option] = _set(group.get(option), given)
+
+
+def _set(here: Any, given: Any) -> Any:
+    """The saved option in place of `here`, whose tensors are kept, and filled."""
+    if isinstance(here, Tensor):
+        return here.fill_(given)
+    if isinstance(given, list) and not isinstance(here, list):  # JSON has no tuples
+        alike = isinstance(here, tuple) and len(here) == len(given)
+        return tuple(map(_set, here if alike else repeat(None), given))
+    return given

@@ -69,13 +69,16 @@ def groups_of(optimizer: torch.optim.Optimizer, found: list[Piece]) -> list[dict
     for group in optimizer.param_groups:
         if any(id(p) not in names for p in group["params"]):
             raise CheckpointError("the optimizer has a parameter that is not of the sharded model")
-        options = {
-            key: float(value) if isinstance(value, Tensor) else value
-            for key, value in group.items()
-            if key != "params"
-        }
+        options = {key: _option(value) for key, value in group.items() if key != "params"}
         groups.append({"names": [names[id(p)] for p in group["params"]], "options": options})
     return groups
+
+
+def _option(value: Any) -> Any:
+    """An option as JSON: a tensor, such as lr or one of the betas, as its number."""
+    if isinstance(value, tuple):
+        return [_option(v) for v in value]
+    return float(value) if isinstance(value, Tensor) else value
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -240,6 +240,7 @@ def test_integer_buffers_and_optimizer_options_keep_their_types(
         engine = ringdp.shard(model, stage=1, comm=comm)
         rate = torch.tensor(0.5 if act is ringdp.save else 0.1)
         group = {"params": [model.w], "pair": (1, 2), "list": [1, 2], "rate": rate, "kind": "a"}
+        group["betas"] = betas = (torch.tensor(float(rate)), 0.25)
         group["best"] = True if act is ringdp.save else None  # torch sets the option if it is None
         optimizer = torch.optim.SGD([group])
         if here in LOADABLE_AS[dtype]:
@@ -250,11 +251,28 @@ def test_integer_buffers_and_optimizer_options_keep_their_types(
             assert group["kind"] == "a"
             assert group["best"] is True
             assert group["rate"] is rate
+            assert group["betas"] == (0.5, 0.25)
+            assert group["betas"][0] is betas[0]
             assert rate == 0.5
         else:
             with pytest.raises(CheckpointError, match=f"as {str(dtype)[6:]}, which is no {here}"):
                 act(tmp_path, engine, optimizer)
         engine.close()
+
+
+@on_ranks(2)
+def test_a_step_follows_a_load_within_inference_mode(comm: Communicator, tmp_path: Path) -> None:
+    model = nn.Linear(3, 3)
+    engine = ringdp.shard(model, stage=1, comm=comm)
+    saved, loaded = (torch.optim.Adam(model.parameters()) for _ in range(2))
+    model(torch.ones(1, 3)).sum().backward()
+    saved.step()
+    ringdp.save(tmp_path, engine, saved)
+    with torch.inference_mode():
+        ringdp.load(tmp_path, engine, loaded)
+    loaded.step()
+    assert all(state["step"] == 2 for state in loaded.state.values())
+    engine.close()
 
 
 @on_ranks(2)
