@@ -73,15 +73,18 @@ def nccl() -> str:
 
 def peer_memory() -> str:
     """busbw of all_reduce by kernels over peer memory, of ranks that share one GPU."""
-    lines, sizes = [], list[int]()
-    for gpu, rows in measured("bench of peer memory"):
-        fine = [row for row in rows if "busbw" in row]
-        sizes = sorted({row["bytes"] for row in fine})
-        for ranks, algorithm in dict.fromkeys((r["ranks"], r["algorithm"]) for r in fine):
-            found = {
-                r["bytes"]: f"{r['busbw']:.0f}"
-                for r in fine
-                if (r["ranks"], r["algorithm"]) == (ranks, algorithm)
-            }
-            lines.append([f"{gpu}, {ranks} ranks, {algorithm}", *(found.get(s, "") for s in sizes)])
+    found = {
+        (gpu, row["ranks"], row["algorithm"], row["bytes"]): row
+        for gpu, rows in measured("bench of peer memory")
+        for row in rows
+    }
+    sizes = sorted({size for *_, size in found})
+    lines = []
+    for gpu, ranks, algorithm in dict.fromkeys(key[:3] for key in found):
+        cells = [_busbw(found.get((gpu, ranks, algorithm, size), {})) for size in sizes]
+        lines.append([f"{gpu}, {ranks} ranks, {algorithm}", *cells])
     return markdown(["busbw, GB/s", *map(bytes_text, sizes)], lines) if lines else NOTHING
+
+
+def _busbw(row: dict[str, Any]) -> str:
+    return f"{row['busbw']:.0f}" if row.get("wrong") == 0 else "not measured"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,14 @@ from bench import gpu, gpu_tables
 from bench.part import Outcome
 from ringdp.cli.bench.kernel_cases import CASES, OURS
 from ringdp.cli.bench.kernels import Report, Row
+from ringdp.cli.files import write_json
+
+
+def write(file: Path, device: str, rows: dict[str, object]) -> None:
+    """A file of results whose parts have these rows."""
+    assert rows.keys() <= {p.name for p in gpu.PARTS}
+    parts = [Outcome(name, "passed", rows=found) for name, found in rows.items()]
+    write_json(file, {"gpu": device, "versions": {}, "parts": parts})
 
 
 def test_the_table_of_kernels_shows_measured_rows(
@@ -32,11 +38,7 @@ def test_the_table_of_kernels_shows_measured_rows(
             ("_foreach", 256 << 20, 60.0, 1.25),
         )
     ]
-    report = asdict(Report({}, "a GPU", rows))
-    outcome = Outcome("bench of kernels", "passed", rows=report)
-    assert outcome.name in {p.name for p in gpu.PARTS}
-    text = json.dumps({"gpu": "a GPU", "versions": {}, "parts": [asdict(outcome)]})
-    (tmp_path / "a-gpu.json").write_text(text, encoding="utf-8")
+    write(tmp_path / "a-gpu.json", "a GPU", {"bench of kernels": Report({}, "a GPU", rows)})
     shown = gpu_tables.kernels()
     assert "a GPU, % of a copy (× best of torch)" in shown
     assert "| flatten | 8 | 95 (1.25) |" in shown
@@ -58,27 +60,30 @@ def test_tables_show_the_figures_over_nccl_and_peer_memory(
     ]
     torchs = {"transport": "torch-nccl", "bytes": 1 << 20, "p50_us": 2000.0}
     over_peers = [
-        {"ranks": 2, "algorithm": name, "bytes": size, "busbw": gb_s}
-        for name, size, gb_s in (
-            ("ring", 1 << 20, 10.4),
-            ("ring", 2 << 20, 20.6),
-            ("direct", 1 << 20, 9),
+        {"ranks": 2, "algorithm": name, "bytes": size, "busbw": gb_s, "wrong": wrong}
+        for name, size, gb_s, wrong in (
+            ("ring", 1 << 20, 10.4, 0),
+            ("ring", 2 << 20, 20.6, 0),
+            ("direct", 1 << 20, 9, 0),
+            ("direct", 2 << 20, 9, 5),
         )
     ]
+    less = {"ranks": 4, "algorithm": "ring", "bytes": 1 << 20, "error": "OutOfMemoryError"}
     rows = {
         "bench of NCCL: our schedules beside its own": {"rows": ours},
         "bench of NCCL: ours beside torch's": {"rows": [ours[-1] | {"p50_us": 1.0}, torchs]},
-        "bench of peer memory": [*over_peers, {"ranks": 4, "error": "OutOfMemoryError"}],
+        "bench of peer memory": over_peers,
     }
-    assert rows.keys() <= {p.name for p in gpu.PARTS}
-    parts = [asdict(Outcome(name, "passed", rows=found)) for name, found in rows.items()]
-    text = json.dumps({"gpu": "a GPU", "versions": {}, "parts": parts})
-    (tmp_path / "a-gpu.json").write_text(text, encoding="utf-8")
+    write(tmp_path / "a-gpu.json", "a GPU", rows)
+    write(tmp_path / "other.json", "one with fewer rows", {"bench of peer memory": [less]})
     assert gpu_tables.nccl().splitlines()[2:] == [
         "| a GPU, 64 KiB | 6.0 | 5.0 | 4.0 |  | 1.50 |",
         "| a GPU, 1 MiB | 6.0 | 5.0 | 4.0 | 2.0 | 1.50 |",
     ]
-    assert gpu_tables.peer_memory().splitlines()[2:] == [
+    heads, _, *lines = gpu_tables.peer_memory().splitlines()
+    assert heads == "| busbw, GB/s | 1 MiB | 2 MiB |"
+    assert lines == [
         "| a GPU, 2 ranks, ring | 10 | 21 |",
-        "| a GPU, 2 ranks, direct | 9 |  |",
+        "| a GPU, 2 ranks, direct | 9 | not measured |",
+        "| one with fewer rows, 4 ranks, ring | not measured | not measured |",
     ]
