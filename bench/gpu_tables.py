@@ -65,7 +65,7 @@ def nccl() -> str:
         for size in dict.fromkeys(row["bytes"] for row in found["rows"]):
             us = {r["algorithm"]: r["p50_us"] for r in found["rows"] if r["bytes"] == size}
             times = (us["ring"], us["direct"], us["nccl"], torchs.get((gpu, size)))
-            cells = [f"{t / 1e3:.1f}" if t else "" for t in times]
+            cells = [f"{t / 1e3:.1f}" if t else "not measured" for t in times]
             lines.append([f"{gpu}, {bytes_text(size)}", *cells, f"{us['ring'] / us['nccl']:.2f}"])
     heads = ["all_reduce of", "ring, ms", "direct, ms", "NCCL's own, ms", "torch's group, ms"]
     return markdown([*heads, "ring / NCCL's own"], lines) if lines else NOTHING

@@ -77,7 +77,7 @@ def test_tables_show_the_figures_over_nccl_and_peer_memory(
     write(tmp_path / "a-gpu.json", "a GPU", rows)
     write(tmp_path / "other.json", "one with fewer rows", {"bench of peer memory": [less]})
     assert gpu_tables.nccl().splitlines()[2:] == [
-        "| a GPU, 64 KiB | 6.0 | 5.0 | 4.0 |  | 1.50 |",
+        "| a GPU, 64 KiB | 6.0 | 5.0 | 4.0 | not measured | 1.50 |",
         "| a GPU, 1 MiB | 6.0 | 5.0 | 4.0 | 2.0 | 1.50 |",
     ]
     heads, _, *lines = gpu_tables.peer_memory().splitlines()
