@@ -81,7 +81,7 @@ PARTS = (
     pytested("peer memory equals the simulator", 40, "tests/transport/test_peer.py"),
     Part("bench of peer memory", (sys.executable, "-m", "bench.gpu", "peer", "{out}"), 20, False),
     # From here on two processes take turns on the GPU, each for milliseconds while it waits for the
-    # other: about one turn for each NCCL group.
+    # other.
     pytested(MEETING, 45, "tests/transport/nccl/test_meeting.py"),
     pytested("NCCL with processes", 60, "tests/transport/nccl/test_gpu.py", needs=MEETING),
     Part(
