@@ -1,7 +1,7 @@
 """Where many tensors lie in one flat buffer, and the table that lets one launch serve them all.
 
 A launch costs microseconds, so tensors are cut into chunks, one for each program or several, and a
-table says where each chunk lies. The table is small: 24 bytes a chunk.
+table says where each chunk lies: 24 bytes a chunk.
 """
 
 from __future__ import annotations

@@ -41,8 +41,9 @@ def test_all_implementations_are_within_the_error_bound(
     interpreted: None, dtype: torch.dtype
 ) -> None:
     tensors = [
-        random_floats(4096 + 100, dtype),
-        random_floats(4096, dtype, skip=1),
+        random_floats(BLOCK + 100, dtype),
+        random_floats(BLOCK, dtype, skip=1),
+        random_floats(BLOCK, dtype),
         random_floats(4000, dtype).view(40, 100)[::3, ::2],
         random_floats(0, dtype),
         random_floats(1, dtype).squeeze(0),

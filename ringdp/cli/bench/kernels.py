@@ -8,7 +8,7 @@ each call is timed by itself, starts with cold caches, and is launched while the
 
 The bandwidth is the bytes that must move, divided by the time. 100 % is a `copy_` that moves as
 many bytes, so that both spend the same share of their time on starting: on an H200, where an empty
-kernel takes 3 µs, copies that move 64, 128, 512 and 1920 MiB reach 3.6, 4.1, 4.2 and 4.3 TB/s
+kernel takes 3 µs, copies that move 64, 128, 512 and 1920 MiB reach 3.7, 4.0, 4.3 and 4.3 TB/s
 [measured]. The largest size comes first, and the file is written after every kernel, so that an
 aborted run has what matters most. A way that raises, as torch's private functions may in another
 version, loses only its own row: its error is kept and reported at the end, with exit code 1.
@@ -263,8 +263,8 @@ def show(report: Report, console: Console) -> None:
         console,
         f"\nkernels on {report.device}. A size is that of one float32 buffer, in bytes; µs is the "
         "median of a call, for large sizes on a GPU of the GPU's time; GB/s is what must move over "
-        "that; a copy in turn with the kernel is 100 %, of the same size or where that is large of "
-        "one that leaves little of itself in a cache; × ours is torch's time over ringdp's.",
+        "that; 100 % is a copy, in turn with the kernel, that moves as many bytes; × ours is "
+        "torch's time over ringdp's.",
     )
     show_table(console, rows_shown(report), len(KEYS))
     for failure in report.failures:

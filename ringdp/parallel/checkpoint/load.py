@@ -28,7 +28,6 @@ from ringdp.parallel.engine import Engine
 Files = Callable[[int], TensorFile]  # by the rank that wrote it
 
 
-@torch.inference_mode(False)  # nothing could write to the state that it makes
 def load(
     path: str | os.PathLike[str],
     engine: Engine,

@@ -76,7 +76,7 @@ def groups_of(optimizer: torch.optim.Optimizer, found: list[Piece]) -> list[dict
 
 def _option(value: Any) -> Any:
     """An option as JSON: a tensor, such as lr or one of the betas, as its number."""
-    if isinstance(value, tuple):
+    if isinstance(value, (tuple, list)):
         return [_option(v) for v in value]
     return float(value) if isinstance(value, Tensor) else value
 

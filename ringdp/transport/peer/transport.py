@@ -36,11 +36,11 @@ from ringdp.transport.peer.windows import windows
 from ringdp.transport.store.handshake import FIRST_PAUSE, LONGEST_PAUSE
 
 DEPTH = 4  # FIFO slots of a channel: the fused ring needs 2
-# Blocks of a rank. 16, 32 and 64 move 187, 333 and 462 GB/s [busbw of 2 ranks in one H200's memory;
-# NVLink has 450 each way]; those 32 multiprocessors do not compute meanwhile. NCCL takes up to 32.
-CHANNELS = {"cuda": 32, "cpu": 2}
-# Bytes of all slots of a window: with 8 ranks on a GPU, slabs still have SLAB bytes.
-MOST = 128 << 20
+# Blocks of a rank. All communicators' blocks spin together, one on a multiprocessor. 16, 32 and 64
+# move 187, 333 and 462 GB/s [busbw of 2 ranks in one H200's memory; NVLink has 450 each way].
+CHANNELS = {"cuda": 16, "cpu": 2}
+# Bytes of all slots of a window: with 8 ranks, slabs still have SLAB bytes.
+MOST = 64 << 20
 KEPT = 512  # jobs: those used last
 FAULTS = {
     Fault.TIMEOUT: FailureKind.TIMEOUT,

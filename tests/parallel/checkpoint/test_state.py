@@ -261,21 +261,6 @@ def test_integer_buffers_and_optimizer_options_keep_their_types(
 
 
 @on_ranks(2)
-def test_a_step_follows_a_load_within_inference_mode(comm: Communicator, tmp_path: Path) -> None:
-    model = nn.Linear(3, 3)
-    engine = ringdp.shard(model, stage=1, comm=comm)
-    saved, loaded = (torch.optim.Adam(model.parameters()) for _ in range(2))
-    model(torch.ones(1, 3)).sum().backward()
-    saved.step()
-    ringdp.save(tmp_path, engine, saved)
-    with torch.inference_mode():
-        ringdp.load(tmp_path, engine, loaded)
-    loaded.step()
-    assert all(state["step"] == 2 for state in loaded.state.values())
-    engine.close()
-
-
-@on_ranks(2)
 def test_a_group_may_have_its_parameters_in_another_order(
     comm: Communicator, tmp_path: Path
 ) -> None:
