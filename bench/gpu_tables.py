@@ -44,9 +44,12 @@ def _cell(rows: list[dict[str, Any]], kernel: str) -> str:
 
 def _ahead(gpu: str, rows: list[dict[str, Any]]) -> str:
     sizes = [r["size"] for r in rows]
-    least = min((r for r in rows if r["over_ours"] is not None), key=lambda r: r["over_ours"])
+    beside = [r for r in rows if r["over_ours"] is not None]
+    if not beside:
+        return f"{gpu}: torch's ways were not measured."
+    least = min(beside, key=lambda r: r["over_ours"])
     return (
-        f"On an {gpu}, the best of torch's ways takes at least {least['over_ours']:.2f} times as "
+        f"{gpu}: the best of torch's ways takes at least {least['over_ours']:.2f} times as "
         f"long, for all kernels and sizes from {bytes_text(min(sizes))} to "
         f"{bytes_text(max(sizes))} (least for {least['kernel']} of {bytes_text(least['size'])})."
     )

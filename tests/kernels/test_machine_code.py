@@ -207,7 +207,7 @@ def test_squared_norm(source: torch.dtype, arch: int, tmp_path: Path) -> None:
     assert ".ftz" not in code.ptx
     # A program's result and its flag are one 64-bit message, so no fence is needed.
     assert re.findall(r"\batom\.\S+", code.ptx) == ["atom.global.gpu.relaxed.exch.b64"]
-    assert "ld.volatile.global" in code.ptx
+    assert code.ptx.count("ld.volatile.global") >= 2  # in both waits
     assert not re.search(r"\b(?:membar|fence)\b", code.ptx)
 
 
