@@ -61,10 +61,7 @@ def load(
             for read in plan.reads:
                 read.put(_values(read, index.tensors[read.key], file))
         for name, module in extra.modules(engine.model).items():
-            packed = index.modules[name]
-            module.set_extra_state(
-                extra.unpack(packed, lambda key: plan.states[key].view(index.tensors[key].shape))
-            )
+            module.set_extra_state(extra.unpack(index.modules[name], plan.states.__getitem__))
     return index.extra
 
 
@@ -77,6 +74,7 @@ def _check(read: Read, entry: Entry, file: Files) -> None:
             raise CheckpointError(f"{there.path} has {found} of {read.key}, not {said}")
 
 
+@torch.inference_mode(False)  # what it makes may be the optimizer's state
 def _values(read: Read, entry: Entry, file: Files) -> Tensor:
     values = []
     for part in entry.within(read.begin, read.end):

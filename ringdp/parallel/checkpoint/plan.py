@@ -35,7 +35,7 @@ class Read(NamedTuple):
 class Plan(NamedTuple):
     reads: list[Read]
     scalars: list[tuple[nn.Parameter, str, Any]]  # of the optimizer's state
-    states: dict[str, Tensor]  # flat tensors of modules' extra state, which the reads fill in
+    states: dict[str, Tensor]  # tensors of modules' extra state, which the reads fill in
 
 
 def planned(
@@ -56,7 +56,7 @@ def planned(
     for key in keys:
         if (entry := index.tensors.get(key)) is None:
             raise CheckpointError(f"the checkpoint lacks {key}")
-        put = partial(plan.states.__setitem__, key)
+        put = partial(_keep, plan.states, key, entry.shape)
         plan.reads.append(Read(key, 0, math.prod(entry.shape), put))
     if optimizer is not None:
         _check_groups(index, type(optimizer).__name__, groups_of(optimizer, found))
@@ -132,6 +132,11 @@ def _copy(to: Tensor, values: Tensor) -> None:
     write(to, values.view(to.shape))
 
 
+@torch.inference_mode(False)  # not even a view made in it can be written to in training
+def _keep(states: dict[str, Tensor], key: str, shape: Sequence[int], values: Tensor) -> None:
+    states[key] = values.view(shape)
+
+
 def _state(index: Index, optimizer: torch.optim.Optimizer, found: list[Piece]) -> Iterator[Read]:
     """Reads of optimizer state for the parameters of which this rank has elements."""
     on_device = {  # where `step` is, too; torch's default is the host
@@ -162,6 +167,7 @@ def _state(index: Index, optimizer: torch.optim.Optimizer, found: list[Piece]) -
         yield Read(key, begin, end, put)
 
 
+@torch.inference_mode(False)  # as for `_keep`
 def _put(
     optimizer: torch.optim.Optimizer,
     parameter: nn.Parameter,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -258,6 +259,47 @@ def test_integer_buffers_and_optimizer_options_keep_their_types(
             with pytest.raises(CheckpointError, match=f"as {str(dtype)[6:]}, which is no {here}"):
                 act(tmp_path, engine, optimizer)
         engine.close()
+
+
+class Remembering(Vector):
+    """It keeps a tensor as extra state, and how it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = torch.zeros(2)
+        self.register_buffer("seen", torch.zeros(2))
+
+    def get_extra_state(self) -> dict[str, Tensor]:
+        return {"kept": self.kept}
+
+    def set_extra_state(self, state: dict[str, Tensor]) -> None:
+        self.kept = state["kept"]
+        self.modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("within", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+@on_ranks(2)
+def test_a_step_follows_a_load_within_any_mode(
+    comm: Communicator, tmp_path: Path, within: Callable[[], AbstractContextManager[object]]
+) -> None:
+    """And extra state can be trained, and a buffer made in the same mode is loaded."""
+    model = Remembering()
+    engine = ringdp.shard(model, stage=1, comm=comm)
+    saved, loaded = (torch.optim.Adam(model.parameters()) for _ in range(2))
+    model().backward()
+    saved.step()
+    ringdp.save(tmp_path, engine, saved)
+    with within():
+        model.seen = torch.ones(2)
+        ringdp.load(tmp_path, engine, loaded)
+        modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+    assert model.modes == modes
+    assert model.seen.tolist() == [0, 0]
+    model().backward()
+    loaded.step()
+    assert all(state["step"] == 2 for state in loaded.state.values())
+    model.kept += nn.Parameter(torch.ones(2))
+    engine.close()
 
 
 @on_ranks(2)
