@@ -21,7 +21,7 @@ from ringdp.transport.base import DTYPES, REDUCE_OPS, ReduceOp
 from ringdp.transport.bounds import chunk_bounds
 from ringdp.transport.peer import jobs
 from ringdp.transport.peer.jobs import SLAB, Fault, Job, Shape, kernel_name
-from ringdp.transport.peer.kernels import TOGETHER, CudaKernels, Kernels, Launch, resolve
+from ringdp.transport.peer.kernels import CudaKernels, Kernels, Launch, resident, resolve
 
 WORTH = 64 << 10  # bytes of a buffer that justify a channel; a slab if that is less
 
@@ -51,8 +51,7 @@ class VirtualRanks:
         self._kernels = CudaKernels(device) if kernels is None else kernels
         self._device = resolve(device)
         if channels is None:
-            multiprocessors = torch.cuda.get_device_properties(self._device).multi_processor_count
-            channels = max(1, TOGETHER * multiprocessors // ranks)
+            channels = max(1, resident(self._device) // ranks)
         self._shape, self._timeout, self._number = Shape(ranks, channels, depth, slab), timeout, 0
         self._windows = self._zeros(ranks, self._shape.window, dtype=torch.uint8)
         self._counts = self._zeros(ranks, *self._shape.counts)

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +19,10 @@ from ringdp import Communicator
 from ringdp.comm import rendezvous
 from ringdp.schedule import Schedule, schedule
 from ringdp.transport.device import in_flight
+from ringdp.transport.peer import transport as peer
 from ringdp.transport.peer.jobs import LINE, SLAB, stopped
 from ringdp.transport.peer.kernels import Kernels, Launch
-from ringdp.transport.peer.transport import DEPTH, MOST, shape
+from ringdp.transport.peer.transport import DEPTH, MOST, channels_on, shape
 from ringdp.transport.peer.windows import HostWindows
 from tests.comm.failing import Caught, catch
 from tests.forks import CALL_TIMEOUT
@@ -206,6 +208,29 @@ def test_a_closed_transport_is_in_no_cycle(comm: Communicator) -> None:
         wait_until(lambda: seen() is None, CALL_TIMEOUT / 6)
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("multiprocessors", "channels"), [(132, 16), (64, 16), (56, 14), (14, 3), (1, 1)]
+)
+def test_several_communicators_fit_a_gpu_of_any_size(
+    monkeypatch: pytest.MonkeyPatch, multiprocessors: int, channels: int
+) -> None:
+    gpu = SimpleNamespace(multi_processor_count=multiprocessors)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    assert channels_on(torch.device("cuda:1")) == channels
+
+
+@on_ranks(2)
+def test_ranks_with_unlike_gpus_take_the_least_number_of_channels(comm: Communicator) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peer, "channels_on", lambda device: (5, 3)[comm.rank])
+        other = ringdp.init(transport="peer-host", timeout=CALL_TIMEOUT)
+    assert other._transport._shape.channels == 3
+    x = torch.ones(10_007)
+    other.all_reduce(x)
+    assert torch.all(x == 2)
+    other.close()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8, 64, 300])

@@ -124,6 +124,11 @@ def resolve(device: torch.device | str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+def resident(device: torch.device) -> int:
+    """The blocks that a GPU, or the part of one that this process has, runs at once."""
+    return TOGETHER * torch.cuda.get_device_properties(device).multi_processor_count
+
+
 class HostKernels:
     """The kernels compiled for the CPU. A launch returns when all its threads have ended."""
 

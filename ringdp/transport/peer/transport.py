@@ -31,14 +31,16 @@ from ringdp.transport.device.streams import device_of
 from ringdp.transport.device.transport import DeviceTransport
 from ringdp.transport.peer import jobs
 from ringdp.transport.peer.jobs import LONGEST, SLAB, Fault, Job, Shape, kernel_name
-from ringdp.transport.peer.kernels import Launch, kernels_on
+from ringdp.transport.peer.kernels import Launch, kernels_on, resident
 from ringdp.transport.peer.windows import windows
-from ringdp.transport.store.handshake import FIRST_PAUSE, LONGEST_PAUSE
+from ringdp.transport.store.handshake import FIRST_PAUSE, LONGEST_PAUSE, Handshake
 
 DEPTH = 4  # FIFO slots of a channel: the fused ring needs 2
-# Blocks of a rank. All communicators' blocks spin together, one on a multiprocessor. 16, 32 and 64
-# move 187, 333 and 462 GB/s [busbw of 2 ranks in one H200's memory; NVLink has 450 each way].
+# Blocks of a rank, at most. All communicators' blocks spin together, one on a multiprocessor. 16,
+# 32 and 64 move 187, 333 and 462 GB/s [busbw of 2 ranks in one H200's memory; NVLink has 450 each
+# way].
 CHANNELS = {"cuda": 16, "cpu": 2}
+BESIDE = 4  # communicators whose blocks fit a GPU together; if it is small, each has fewer
 # Bytes of all slots of a window: with 8 ranks, slabs still have SLAB bytes.
 MOST = 64 << 20
 KEPT = 512  # jobs: those used last
@@ -68,7 +70,7 @@ class PeerTransport(DeviceTransport):
         over host memory. Raises UsageError if the kernels are not available."""
         where = device_of("peer", host=host)
         self._kernels = kernels_on(where)
-        self._shape = shape(given.handshake.ranks, CHANNELS[where.type])
+        self._shape = shape(given.handshake.ranks, agreed(channels_on(where), given.handshake))
         self._last_words = given.store
         self._exits = threading.Event()
         self._made = lru_cache(maxsize=KEPT)(self._make)
@@ -181,6 +183,18 @@ class PeerTransport(DeviceTransport):
                     return True
                 pause = min(2 * pause, LONGEST_PAUSE)
         return False
+
+
+def channels_on(device: torch.device) -> int:
+    """The blocks of a rank that has this device."""
+    most = CHANNELS[device.type]
+    return most if device.type == "cpu" else max(1, min(most, resident(device) // BESIDE))
+
+
+def agreed(channels: int, handshake: Handshake) -> int:
+    """The least of all ranks' channels, since both ends must have as many. Collective."""
+    handshake.publish(f"channels/{handshake.rank}", str(channels))
+    return min(int(handshake.read(f"channels/{r}", r)) for r in range(handshake.ranks))
 
 
 def shape(ranks: int, channels: int) -> Shape:
