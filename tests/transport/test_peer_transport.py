@@ -22,7 +22,7 @@ from ringdp.transport.device import in_flight
 from ringdp.transport.peer import transport as peer
 from ringdp.transport.peer.jobs import LINE, SLAB, stopped
 from ringdp.transport.peer.kernels import Kernels, Launch
-from ringdp.transport.peer.transport import DEPTH, MOST, channels_on, shape
+from ringdp.transport.peer.transport import CHANNELS, DEPTH, MOST, channels_on, shape
 from ringdp.transport.peer.windows import HostWindows
 from tests.comm.failing import Caught, catch
 from tests.forks import CALL_TIMEOUT
@@ -235,9 +235,9 @@ def test_ranks_with_unlike_gpus_take_the_least_number_of_channels(comm: Communic
 
 @pytest.mark.parametrize("ranks", [1, 2, 8, 64, 300])
 def test_the_size_of_windows_is_bounded(ranks: int):
-    made = shape(ranks, channels=16)
+    made = shape(ranks, CHANNELS["cuda"])
     made.check()
-    held = ranks * 16 * DEPTH * made.slab
+    held = ranks * made.channels * DEPTH * made.slab
     assert held <= MOST or made.slab == LINE
     assert made.slab == SLAB if ranks <= 8 else 2 * held > MOST
 
