@@ -48,7 +48,7 @@ CASES = [
 ]
 SLAB = 256  # bytes; small, so that even small tensors take several slabs per chunk
 # bytes of a buffer; generating inputs takes seconds on a CPU, and `make gpu` limits a test's time
-FILLING = 9 << 20
+FILLING = 5 << 20
 # Seconds that a rank waits. On a GPU all blocks run at once, and the wait must end before `make
 # gpu` kills the test, so that the error says who waited for whom.
 TIMEOUT = {"cpu": 60, "cuda": 5}
