@@ -1,9 +1,9 @@
 """Gradients of no_sync: accumulated unreduced, unit by unit, until a backward reduces them.
 
 Until then a parameter's .grad shows what was reduced before, or else this rank's slice of its own
-sums, so that zero_grad() finds something to clear. If .grad is None or zero at the next backward,
-the sums are dropped too, as in torch's DDP. Any other change to .grad is an error, because the
-user cannot reach the rest of the sums.
+sums, so that zero_grad() finds something to clear. If .grad is None or zero at the next backward or
+step, the sums are dropped too, as in torch's DDP. Any other change to .grad is an error, because
+the user cannot reach the rest of the sums.
 """
 
 from __future__ import annotations
@@ -94,12 +94,25 @@ class UnreducedGrads:
         for unit in units:
             self._forget_cleared(unit)
             if unit not in self:
-                self.settle(unit)
+                self._keep_zeros(unit)
         if self._sums:
             raise UsageError(
                 f"{what}, but gradients made within no_sync() have not been reduced; the last "
                 "backward before must be outside of it"
             )
+
+    def _keep_zeros(self, unit: FlatUnit) -> None:
+        """Move the zeros that the user has written over shown sums to the unit's gradient memory:
+        an optimizer steps with them, and not without a gradient."""
+        zeroed = [
+            at
+            for at, was in enumerate(self._shown.pop(unit.index, ()))
+            if not was.reduced and unit.parameters[at].grad is not None
+        ]
+        views = unit.gradients.views() if zeroed else []
+        for at in zeroed:
+            unit.parameters[at].grad = views[at].zero_()
+            sliced.mark_grad(views[at], unit.parameters[at])
 
     def pop(self, unit: FlatUnit) -> Tensor | None:
         """Remove and return the unit's sums, [padded]."""

@@ -77,6 +77,41 @@ def test_zero_grad_clears_what_no_sync_keeps(
         engine.close()
 
 
+@pytest.mark.parametrize(
+    ("stage", "offloads"), [(0, False), (1, False), (2, False), (3, False), (3, True)]
+)
+@on_ranks(2)
+def test_a_step_after_zeros_decays_weights_as_torch_does(
+    comm: Communicator, stage: int, offloads: bool
+) -> None:
+    """And moves parameters by their momentum. Those whose gradient is None stay."""
+    model, twin = net(), net()
+    offload = Offload(parameters=True, optimizer=True) if offloads else None
+    engine = ringdp.shard(model, stage=stage, offload=offload, comm=comm)
+    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
+    stepped = [torch.optim.SGD(m.parameters(), **options) for m in (model, twin)]
+    formula = engine.memory_formula().gradients
+    for loop in (
+        [("kept", 0), ("zero", None)],
+        [("kept", 1), ("zero", None), ("one", "2.weight")],
+        [("reduced", 2)],
+        [("none", None), ("kept", 3), ("zero", None), ("kept", 4), ("zero", None)],
+    ):
+        run(model, engine, loop)
+        run(twin, None, loop)
+        for optimizer in stepped:
+            optimizer.step()
+        assert [p.grad is None for p in model.parameters()] == [
+            p.grad is None for p in twin.parameters()
+        ]
+        assert engine.memory(stepped[0]).gradients == formula
+        with engine.full_parameters():
+            torch.testing.assert_close(
+                dict(model.named_parameters()), dict(twin.named_parameters())
+            )
+    engine.close()
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 @on_ranks(2)
 def test_what_needs_reduced_gradients_is_refused_in_no_sync(comm: Communicator, stage: int) -> None:
