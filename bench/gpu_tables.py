@@ -11,7 +11,7 @@ from bench.tables import bytes_text, markdown
 from ringdp.cli.bench.kernel_cases import CASES, OURS
 from ringdp.cli.bench.kernels import ALONE
 
-NOTHING = "no GPU figure was measured"
+NOTHING, UNMEASURED = "no GPU figure was measured", "not measured"
 
 
 def measured(part: str) -> Iterator[tuple[str, Any]]:
@@ -39,7 +39,7 @@ def _cell(rows: list[dict[str, Any]], kernel: str) -> str:
     large = [r for r in rows if r["kernel"] == kernel and r["size"] >= ALONE]
     ours = [r["percent_of_copy"] for r in large if r["way"] == OURS]
     theirs = [r["over_ours"] for r in large if r["over_ours"] is not None]
-    return f"{min(ours):.0f} ({min(theirs):.2f})" if ours and theirs else "not measured"
+    return f"{min(ours):.0f} ({min(theirs):.2f})" if ours and theirs else UNMEASURED
 
 
 def _ahead(gpu: str, rows: list[dict[str, Any]]) -> str:
@@ -67,9 +67,11 @@ def nccl() -> str:
     for gpu, found in measured("bench of NCCL: our schedules beside its own"):
         for size in dict.fromkeys(row["bytes"] for row in found["rows"]):
             us = {r["algorithm"]: r["p50_us"] for r in found["rows"] if r["bytes"] == size}
-            times = (us["ring"], us["direct"], us["nccl"], torchs.get((gpu, size)))
-            cells = [f"{t / 1e3:.1f}" if t else "not measured" for t in times]
-            lines.append([f"{gpu}, {bytes_text(size)}", *cells, f"{us['ring'] / us['nccl']:.2f}"])
+            ring, theirs = us.get("ring"), us.get("nccl")
+            times = (ring, us.get("direct"), theirs, torchs.get((gpu, size)))
+            cells = [f"{t / 1e3:.1f}" if t else UNMEASURED for t in times]
+            ratio = f"{ring / theirs:.2f}" if ring and theirs else UNMEASURED
+            lines.append([f"{gpu}, {bytes_text(size)}", *cells, ratio])
     heads = ["all_reduce of", "ring, ms", "direct, ms", "NCCL's own, ms", "torch's group, ms"]
     return markdown([*heads, "ring / NCCL's own"], lines) if lines else NOTHING
 
@@ -90,4 +92,4 @@ def peer_memory() -> str:
 
 
 def _busbw(row: dict[str, Any]) -> str:
-    return f"{row['busbw']:.0f}" if row.get("wrong") == 0 else "not measured"
+    return f"{row['busbw']:.0f}" if row.get("wrong") == 0 else UNMEASURED

@@ -58,6 +58,7 @@ def test_tables_show_the_figures_over_nccl_and_peer_memory(
         for size in (64 << 10, 1 << 20)
         for name, time in us.items()
     ]
+    alone = [ours[0] | {"bytes": 2 << 20}]  # the others failed at this size
     torchs = {"transport": "torch-nccl", "bytes": 1 << 20, "p50_us": 2000.0}
     over_peers = [
         {"ranks": 2, "algorithm": name, "bytes": size, "busbw": gb_s, "wrong": wrong}
@@ -70,7 +71,7 @@ def test_tables_show_the_figures_over_nccl_and_peer_memory(
     ]
     less = {"ranks": 4, "algorithm": "ring", "bytes": 1 << 20, "error": "OutOfMemoryError"}
     rows = {
-        "bench of NCCL: our schedules beside its own": {"rows": ours},
+        "bench of NCCL: our schedules beside its own": {"rows": ours + alone},
         "bench of NCCL: ours beside torch's": {"rows": [ours[-1] | {"p50_us": 1.0}, torchs]},
         "bench of peer memory": over_peers,
     }
@@ -79,6 +80,7 @@ def test_tables_show_the_figures_over_nccl_and_peer_memory(
     assert gpu_tables.nccl().splitlines()[2:] == [
         "| a GPU, 64 KiB | 6.0 | 5.0 | 4.0 | not measured | 1.50 |",
         "| a GPU, 1 MiB | 6.0 | 5.0 | 4.0 | 2.0 | 1.50 |",
+        "| a GPU, 2 MiB | 6.0 | not measured | not measured | not measured | not measured |",
     ]
     heads, _, *lines = gpu_tables.peer_memory().splitlines()
     assert heads == "| busbw, GB/s | 1 MiB | 2 MiB |"
