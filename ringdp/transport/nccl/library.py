@@ -78,7 +78,8 @@ def binding(*, host: bool) -> Binding:
     try:
         found = import_module("cupy_backends.cuda.libs.nccl")
     except ImportError as e:
-        raise UsageError(f"the NCCL transport needs CuPy ({e}): {INSTALL}") from e
+        install = "pip install 'ringdp[nccl]'" if host else INSTALL
+        raise UsageError(f"the NCCL transport needs CuPy ({e}): {install}") from e
     check_loaded(loaded(), host)
     return cast(Binding, found)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -337,3 +338,12 @@ def test_a_process_must_have_loaded_exactly_one_nccl():
         check_loaded(["/a/libnccl.so.2", "/b/libnccl.so.2"], host=False)
     with pytest.raises(UsageError, match=r"asked for NCCL; this process has already loaded .*host"):
         binding(host=False)
+
+
+@pytest.mark.parametrize(("host", "extra"), [(True, "nccl]'"), (False, "cuda13]' or")])
+def test_the_error_of_a_missing_cupy_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, host: bool, extra: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "cupy_backends.cuda.libs.nccl", None)
+    with pytest.raises(UsageError, match=r"needs CuPy .*: pip install 'ringdp\[" + extra):
+        binding.__wrapped__(host=host)
