@@ -33,11 +33,10 @@ RINGDP_CLONES void adamw_block(float* p, const float* g, float* m, float* v, T* 
 template <class T>
 void adamw(float* p, const float* g, float* m, float* v, T* copy, std::size_t elems, const Factors& k,
            std::size_t threads) {
-  constexpr std::size_t kPart = 1 << 16, kWorth = 1 << 18;  // elements: of a part; worth another thread
   constexpr std::size_t kBlock = 4096;  // elements, so that the copy reads from the nearest cache
-  share((elems + kPart - 1) / kPart, std::min(threads, 1 + elems / kWorth), [=](std::size_t part) {
-    const std::size_t end = std::min(elems, (part + 1) * kPart);
-    for (std::size_t at = part * kPart; at < end; at += kBlock)
+  share_parts(elems, threads, [=](std::size_t first, std::size_t count) {
+    const std::size_t end = first + count;
+    for (std::size_t at = first; at < end; at += kBlock)
       adamw_block(p + at, g + at, m + at, v + at, copy ? copy + at : nullptr, std::min(kBlock, end - at), k);
   });
 }

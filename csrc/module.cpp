@@ -3,6 +3,8 @@
 #include <cstdio>
 #include <cstdlib>
 
+#include <pthread.h>
+
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
@@ -11,11 +13,10 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include "adamw.hpp"
 #include "grouping.hpp"
+#include "kernels.hpp"
 #include "launches.hpp"
 #include "mailbox.hpp"
-#include "norm.hpp"
 #include "repeated.hpp"
 #include "watch.hpp"
 
@@ -231,17 +232,23 @@ NB_MODULE(_core, m) {
                      return nb::make_tuple(int(f.failure), f.rank);
                    });
   m.def(
-      "adamw",
-      [](const std::array<std::uintptr_t, 5>& buffers, bool bfloat, std::size_t elems,
-         const Factors& factors, std::size_t threads) {
-        const auto at = [&](int i) { return reinterpret_cast<float*>(buffers[i]); };
-        const auto step = [&](auto* copy) {
-          adamw(at(0), at(1), at(2), at(3), copy, elems, factors, threads);
-        };
-        bfloat ? step(reinterpret_cast<bfloat16*>(buffers[4])) : step(reinterpret_cast<float16*>(buffers[4]));
+      "use_threads",
+      [](std::uintptr_t pool) {
+        parallel = reinterpret_cast<Parallel>(pool);
+        pthread_atfork(nullptr, nullptr, [] { parallel = nullptr; });
       },
-      nb::arg("buffers"), nb::arg("bfloat"), nb::arg("elems"), nb::arg("factors"), nb::arg("threads"),
-      nb::call_guard<nb::gil_scoped_release>());
+      nb::arg("pool"), "Gives the kernels the threads of OpenMP: the address of its GOMP_parallel.");
+  nb::class_<Kernels>(m, "Kernels")
+      .def(nb::init<nb::handle, nb::handle, nb::handle>(), nb::arg("table"), nb::arg("tensor"),
+           nb::arg("parameter"))
+      .def("flatten", &Kernels::flatten)
+      .def("unflatten", &Kernels::unflatten)
+      .def("unscale", &Kernels::unscale)
+      .def("fold", &Kernels::fold, nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg())
+      .def("stochastic_round", &Kernels::stochastic_round)
+      .def("adamw", &Kernels::adamw, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(),
+           nb::arg())
+      .def("squared_norm", &Kernels::squared_norm);
   nb::class_<Driver>(m, "Driver")
       .def(
           "__init__",
@@ -266,23 +273,6 @@ NB_MODULE(_core, m) {
       .def("again", &Repeats::again, nb::arg("tensors"), nb::arg("offsets").none(), nb::arg("late"))
       .def("keep", &Repeats::keep, nb::arg("tensors"), nb::arg("offsets").none(), nb::arg("launches"),
            nb::arg("held") = nb::list());
-  m.def(
-      "squared_norm",
-      [](int floats, const std::vector<std::pair<std::uintptr_t, std::size_t>>& tensors, std::size_t threads) {
-        const auto sum = [&](auto of) {
-          std::vector<Part<decltype(of)>> parts;
-          for (const auto& [at, elems] : tensors)
-            parts.push_back({reinterpret_cast<const decltype(of)*>(at), elems});
-          return squared_norm(parts, threads);
-        };
-        switch (floats) {
-          case 0: return sum(float16());
-          case 1: return sum(bfloat16());
-          case 2: return sum(float());
-          default: return sum(double());
-        }
-      },
-      nb::arg("floats"), nb::arg("tensors"), nb::arg("threads"), nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "abandon",
       [](nb::object mailbox, nb::object progress) {

@@ -25,24 +25,34 @@ RINGDP_CLONES double squares(const T* x, std::size_t count) {
   return sums[0];
 }
 
-template <class T>
-struct Part {
-  const T* at;
+// `dtype` is an index of transport.base.DTYPES.
+struct Array {
+  int dtype;
+  const void* at;
   std::size_t elems;
 };
 
-template <class T>
-double squared_norm(const std::vector<Part<T>>& tensors, std::size_t threads) {
-  constexpr std::size_t kPart = 1 << 16, kWorth = 1 << 18;  // elements: of a part; worth another thread
-  std::vector<Part<T>> parts;
+inline double squares(int dtype, const void* x, std::size_t first, std::size_t count) {
+  const auto sum = [&](auto of) { return squares(static_cast<const decltype(of)*>(x) + first, count); };
+  return dtype == 0 ? sum(float()) : dtype == 1 ? sum(double()) : dtype == 2 ? sum(float16()) : sum(bfloat16());
+}
+
+inline double squared_norm(const std::vector<Array>& tensors, std::size_t threads) {
+  struct Part {
+    const Array* of;
+    std::size_t first;
+  };
+  std::vector<Part> parts;
   std::size_t all = 0;
-  for (const auto [at, elems] : tensors) {
-    for (std::size_t i = 0; i < elems; i += kPart) parts.push_back({at + i, std::min(kPart, elems - i)});
-    all += elems;
+  for (const Array& x : tensors) {
+    for (std::size_t i = 0; i < x.elems; i += kPart) parts.push_back({&x, i});
+    all += x.elems;
   }
   std::vector<double> sums(parts.size());
-  share(parts.size(), std::min(threads, 1 + all / kWorth),
-        [&](std::size_t i) { sums[i] = squares(parts[i].at, parts[i].elems); });
+  share(parts.size(), worth(all, threads), [&](std::size_t i) {
+    const auto [x, first] = parts[i];
+    sums[i] = squares(x->dtype, x->at, first, std::min(kPart, x->elems - first));
+  });
   return std::accumulate(sums.begin(), sums.end(), 0.0);
 }
 

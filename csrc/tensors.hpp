@@ -48,8 +48,16 @@ struct DlExchange {
 struct Plain {
   std::byte* data;
   int dtype;  // the order of transport.base.DTYPES
+  int dimensions;
   std::int64_t elements;
   std::size_t bytes;
+};
+
+// The same for a matrix whose rows are contiguous, maybe with gaps between them.
+struct PlainRows {
+  std::byte* data;
+  int dtype;
+  std::int64_t rows, elements, stride;  // of a row; from row to row, in elements
 };
 
 class Tensors {
@@ -72,9 +80,22 @@ class Tensors {
       elements *= seen->shape[d];
     }
     auto* data = static_cast<std::byte*>(seen->data) + seen->byte_offset;
-    const Plain found{data, code(*seen), elements, std::size_t(elements) * seen->bits / 8};
+    const Plain found{data, code(*seen), seen->dimensions, elements, std::size_t(elements) * seen->bits / 8};
     if (elements && !trusted(object, found)) return std::nullopt;
     return found;
+  }
+
+  std::optional<PlainRows> plain_rows(nb::handle object) {
+    const auto seen = viewed(object);
+    if (!seen || seen->device != kCpu || code(*seen) < 0 || seen->dimensions != 2) return std::nullopt;
+    const auto rows = seen->shape[0], elements = seen->shape[1];
+    const auto stride = rows > 1 && seen->strides ? seen->strides[0] : elements;
+    if ((elements > 1 && seen->strides && seen->strides[1] != 1) || stride < elements) return std::nullopt;
+    auto* data = static_cast<std::byte*>(seen->data) + seen->byte_offset;
+    const auto all = rows && elements ? (rows - 1) * stride + elements : 0;
+    if (all && !trusted(object, {data, code(*seen), 2, all, std::size_t(all) * seen->bits / 8}))
+      return std::nullopt;
+    return PlainRows{data, code(*seen), rows, elements, stride};
   }
 
   // Appends numbers that are equal if and only if all tensors' memory, layouts, dtypes, devices, `offsets`
@@ -127,7 +148,7 @@ class Tensors {
     const std::byte* data;
     std::size_t bytes;
   };
-  static constexpr std::size_t kChecked = 64;  // cached tensors; a collision replaces
+  static constexpr std::size_t kChecked = 1024;  // cached tensors; a collision replaces
 
   static constexpr std::int32_t kCpu = 1;
 

@@ -31,10 +31,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ringdp import _core
 from ringdp._core import Launch
 
 from .address import address
+from .host import HOST
 from .jit import jit, sixteens
 from .precision import HALF
 from .repeats import Repeats
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 BLOCK = 1024  # elements per program
-CACHED = 65536  # elements per torch call and thread: fewer are slower, and more leave the L2 cache
 
 
 class Factors(NamedTuple):
@@ -102,16 +101,14 @@ def adamw(
     """
     factors = factors_of(step, float(lr), *betas, eps, weight_decay)
     written = [param, exp_avg, exp_avg_sq] if copy is None else [param, exp_avg, exp_avg_sq, copy]
-    tensors = [grad, *written]
-    if not (param.is_cuda and _repeats.again(tensors, None, factors)):
-        _check(param, grad, exp_avg, exp_avg_sq, copy)
-        if param.is_cuda:
-            _repeats.keep(
-                tensors, None, adamw_triton(param, grad, exp_avg, exp_avg_sq, copy, factors)
-            )
-        else:
-            launch = adamw_cpp if param.device.type == "cpu" else adamw_torch
-            launch(param, grad, exp_avg, exp_avg_sq, copy, factors)
+    given = (param, grad, exp_avg, exp_avg_sq, copy, factors)
+    if param.is_cuda:
+        if not _repeats.again([grad, *written], None, factors):
+            _check(*given[:5])
+            _repeats.keep([grad, *written], None, adamw_triton(*given))
+    elif not HOST.adamw(*given, torch.get_num_threads()):
+        _check(*given[:5])
+        adamw_torch(*given)
     increment_version(written)
 
 
@@ -146,39 +143,21 @@ def _flat(x: Tensor) -> Tensor:
     return x if x.dim() == 1 else x.view(-1)
 
 
-def adamw_cpp(
-    param: Tensor, grad: Tensor, avg: Tensor, avg_sq: Tensor, copy: Tensor | None, k: Factors
-) -> None:
-    """By csrc/adamw.hpp, with as many threads as torch has."""
-    _core.adamw(
-        [0 if x is None else address(x) for x in (param, grad, avg, avg_sq, copy)],
-        bfloat=copy is not None and copy.dtype == torch.bfloat16,
-        elems=param.numel(),
-        factors=k,
-        threads=torch.get_num_threads(),
-    )
-
-
 @torch.no_grad()
 def adamw_torch(
     param: Tensor, grad: Tensor, avg: Tensor, avg_sq: Tensor, copy: Tensor | None, k: Factors
 ) -> None:
     """The reference: no operation in it rounds twice, fuses, or treats a SIMD tail differently."""
-    param, grad, avg, avg_sq = map(_flat, (param, grad, avg, avg_sq))
-    copy = None if copy is None else _flat(copy)
-    size = CACHED * torch.get_num_threads()
-    scratch = torch.empty(2, min(size, param.numel()))
-    double = torch.empty(min(size, param.numel()), dtype=torch.float64)
-    for first in range(0, param.numel(), size):
-        p, g, m, v = (x[first : first + size] for x in (param, grad, avg, avg_sq))
-        a, b, wide = scratch[0, : len(p)], scratch[1, : len(p)], double[: len(p)]
-        m.add_(torch.sub(g, m, out=a).mul_(k.fresh1))
-        v.mul_(k.beta2).add_(torch.mul(g, k.fresh2, out=a).mul_(g))
-        # √ in float64, then rounded, is the correctly rounded float32 √; torch's own is not.
-        a.copy_(wide.copy_(v).sqrt_()).div_(k.correction).add_(k.eps)
-        p.mul_(k.decay).add_(torch.mul(m, k.size, out=b).div_(a))
-        if copy is not None:
-            copy[first : first + size].copy_(p)
+    for x in (param, grad, avg, avg_sq) if copy is None else (param, grad, avg, avg_sq, copy):
+        address(x)
+    p, g, m, v = map(_flat, (param, grad, avg, avg_sq))
+    m.add_((g - m).mul_(k.fresh1))
+    v.mul_(k.beta2).add_((g * k.fresh2).mul_(g))
+    # √ in float64, then rounded, is the correctly rounded float32 √; torch's own is not.
+    root = v.double().sqrt_().float()
+    p.mul_(k.decay).add_((m * k.size).div_(root.div_(k.correction).add_(k.eps)))
+    if copy is not None:
+        _flat(copy).copy_(p)
 
 
 @jit(num_warps=4, unspecialized=Factors._fields)

@@ -15,9 +15,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
-from .batches import batches
 from .copying import copy
+from .host import HOST
 from .precision import check_scale, scaled_copy
 from .repeats import Repeats
 from .spans import check, gaps
@@ -36,6 +37,9 @@ def flatten(
     if out.is_cuda:
         flatten_triton(tensors, out, scale, offsets)
         return
+    if HOST.flatten(tensors, out, offsets, scale, torch.get_num_threads()):
+        increment_version(out)
+        return
     check(tensors, out, offsets, "out")
     for dtype in {x.dtype for x in tensors}:
         check_scale(scale, dtype, out.dtype)
@@ -48,9 +52,7 @@ def flatten_torch(
 ) -> None:
     for first, last in gaps([x.numel() for x in tensors], offsets, len(out)):
         out[first:last].zero_()
-    for offset, batch in batches(tensors, offsets):
-        # Also where a tensor is its own slice of `out`, so the batch is copied first.
-        x = batch[0] if len(batch) == 1 else torch.cat(batch)
+    for x, offset in zip(tensors, offsets, strict=True):
         scaled_copy(x, out.narrow(0, offset, x.numel()).view(x.shape), scale)
 
 

@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ringdp._core import Launch
 
+from .host import HOST
 from .jit import jit, sixteens
 from .precision import wide_dtype
 from .repeats import Repeats
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 BLOCK = 1024  # elements per program
-CACHED = 131072  # elements per torch call and thread: fewer are slower, more leave the L2 cache
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 # torch cannot add these on the CPU; modulo 2^bits the signed sum has the same bits.
 SIGNED = {
@@ -46,7 +47,11 @@ def fold(parts: Tensor, out: Tensor, own: Tensor | None = None, at: int = 0) -> 
     ValueError on a wrong shape, dtype or device.
     """
     tensors = [parts, out] if own is None else [parts, own, out]
-    if out.is_cuda and _repeats.again(tensors, [at], ()):
+    if out.is_cuda:
+        if _repeats.again(tensors, [at], ()):
+            return
+    elif HOST.fold(parts, out, own, at, torch.get_num_threads()):
+        increment_version(out)
         return
     shape = parts.shape
     if len(shape) != 2 or shape[0] == 0 or (shape[1],) != out.shape:
@@ -93,28 +98,11 @@ def _check_own(own: Tensor, at: int, parts: Tensor) -> None:
 def fold_torch(
     parts: Tensor, out: Tensor, wide: torch.dtype, own: Tensor | None = None, at: int = 0
 ) -> None:
-    every = list(parts.unbind())
-    if own is not None:
-        every.insert(at, own)
-    if len(every) == 1:
-        out.copy_(every[0])
-        return
-    size = CACHED * torch.get_num_threads()
-    accumulator = torch.empty(min(size, out.numel()), dtype=wide)
-    for first in range(0, out.numel(), size):
-        target, *rows = (x[first : first + size] for x in (out, *every))
-        total = accumulator[: len(target)]
-        if len(rows) == 2 and parts.dtype in (wide, out.dtype):  # 16 bits are added in float32
-            torch.add(rows[0], rows[1], out=target)
-            continue
-        if parts.dtype == wide and len(rows) > 2:
-            torch.add(rows[0], rows[1], out=total)
-            rows = rows[1:]
-        else:
-            total.copy_(rows[0])
-        for row in rows[1:-1]:
-            total.add_(row)
-        torch.add(total, rows[-1], out=target)
+    first, *rest = parts if own is None else (*parts[:at], own, *parts[at:])
+    total = first.to(wide, copy=True)
+    for part in rest:
+        total += part
+    out.copy_(total)
 
 
 @jit(capturable=True, num_warps=4)

@@ -31,9 +31,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ringdp import _core
-
 from .address import address
+from .host import HOST
 from .jit import jit, raw_stream
 from .precision import FLOATS
 from .repeats import Repeats
@@ -57,8 +56,17 @@ def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
     It is inf or nan if a tensor contains one. The tensors may have any shape, strides and float
     dtype. Raises ValueError on another dtype, and if they are on several devices.
     """
-    way = {"cuda": squared_norm_triton, "cpu": squared_norm_cpp}
-    return way.get(tensors[0].device.type if tensors else "cpu", squared_norm_torch)(tensors)
+    if tensors and tensors[0].is_cuda:
+        return squared_norm_triton(tensors)
+    threads = torch.get_num_threads()
+    total = HOST.squared_norm(tensors, threads)
+    if total is None:
+        check(tensors)
+        tensors = [x.contiguous() for x in tensors]
+        total = HOST.squared_norm(tensors, threads)
+    if total is None:
+        return squared_norm_torch(tensors)
+    return torch.scalar_tensor(total, dtype=torch.float64)
 
 
 def check(tensors: Sequence[Tensor]) -> None:
@@ -70,22 +78,12 @@ def check(tensors: Sequence[Tensor]) -> None:
             raise ValueError(f"tensor {i} is {x.dtype}; supported are {FLOATS}")
 
 
-def squared_norm_cpp(tensors: Sequence[Tensor]) -> Tensor:
-    """By csrc/norm.hpp, with as many threads as torch has."""
-    check(tensors)
-    if not all(map(Tensor.is_contiguous, tensors)):
-        tensors = [x.contiguous() for x in tensors]
-    total = 0.0
-    for i, dtype in enumerate(FLOATS):
-        parts = [(address(x), x.numel()) for x in tensors if x.dtype == dtype]
-        if parts:
-            total += _core.squared_norm(i, parts, torch.get_num_threads())
-    return torch.tensor(total, dtype=torch.float64)
-
-
 @torch.no_grad()
 def squared_norm_torch(tensors: Sequence[Tensor]) -> Tensor:
     check(tensors)
+    for x in tensors:
+        if x.device.type == "cpu" and x.is_contiguous():
+            address(x)
     sums = [x.double().square().sum() for x in tensors]
     return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64)
 

@@ -21,9 +21,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ringdp._core import Launch
 
+from .host import HOST
 from .jit import jit, sixteens
 from .repeats import Repeats
 
@@ -31,11 +33,11 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 BLOCK = 1024  # elements per program
-CACHED = 65536  # elements per torch call and thread
 HIGH, FIRST, SECOND = 0x9E3779B9, 0x7FEB352D, 0x846CA68B  # odd multipliers
 NAN = 0x7FC0  # torch's bfloat16
 MOST = (1 << 63) - 1  # elements
 HALF = 1 << 32  # places of one upper half
+MASK = HALF - 1
 _repeats = Repeats()
 
 
@@ -49,6 +51,8 @@ def stochastic_round(x: Tensor, out: Tensor, *, seed: int, offset: int = 0) -> N
     valid = 0 <= seed < 1 << 64 and 0 <= offset <= MOST - x.numel()
     one = valid and offset % HALF + x.numel() <= HALF
     if one and x.is_cuda and _repeats.again(tensors, None, late(keys(seed), offset)):
+        return
+    if one and not x.is_cuda and stochastic_round_cpp(x, out, keys(seed), offset):
         return
     for name, tensor, dtype in (("x", x, torch.float32), ("out", out, torch.bfloat16)):
         if tensor.dim() != 1 or tensor.dtype != dtype or not tensor.is_contiguous():
@@ -66,6 +70,11 @@ def stochastic_round(x: Tensor, out: Tensor, *, seed: int, offset: int = 0) -> N
         launches = stochastic_round_triton(x, out, keys(seed), offset)
         if len(launches) == 1:  # each has a place of its own
             _repeats.keep(tensors, None, launches)
+        return
+    until = HALF - offset % HALF
+    if until < x.numel():  # the rest has another upper half
+        stochastic_round(x[:until], out[:until], seed=seed, offset=offset)
+        stochastic_round(x[until:], out[until:], seed=seed, offset=offset + until)
     else:
         stochastic_round_torch(x, out, keys(seed), offset)
 
@@ -79,39 +88,26 @@ def keys(seed: int) -> tuple[int, int]:
     return z >> 32, z & 0xFFFFFFFF
 
 
+def stochastic_round_cpp(x: Tensor, out: Tensor, key: tuple[int, int], offset: int) -> bool:
+    """By csrc/stochastic.hpp, for places of one upper half. Returns False, and does nothing, if it
+    cannot."""
+    hash_of = (*late(key, offset), FIRST, SECOND)
+    done = HOST.stochastic_round(x, out, hash_of, torch.get_num_threads())
+    if done:
+        increment_version(out)
+    return done
+
+
 @torch.no_grad()
 def stochastic_round_torch(x: Tensor, out: Tensor, key: tuple[int, int], offset: int) -> None:
-    size = min(CACHED * torch.get_num_threads(), max(1, x.numel()))
-    lanes, scratch = torch.arange(size, dtype=torch.int32), torch.empty(2, size, dtype=torch.int32)
-    first = 0
-    while first < x.numel():
-        place = offset + first
-        count = min(size, x.numel() - first, HALF - place % HALF)  # one upper half
-        part, target = x[first : first + count], out[first : first + count].view(torch.int16)
-        random = _random16(place, lanes[:count], scratch[:, :count], key)
-        target.copy_(random.add_(part.view(torch.int32)).bitwise_right_shift_(16))
-        if part.max().isnan():  # rare, and cheaper to see than to mend
-            target.masked_fill_(part.isnan(), NAN)
-        first += count
-
-
-def _random16(place: int, lanes: Tensor, scratch: Tensor, key: tuple[int, int]) -> Tensor:
-    """r as int32[count] of the elements from `place` on; all arithmetic is modulo 2^32."""
-    high, low = divmod(place, HALF)
-    h, shifted = scratch[0], scratch[1]
-    torch.add(lanes, _signed(low), out=h).bitwise_xor_(_signed(high * HIGH % HALF ^ key[0]))
-    for shift, factor in ((16, FIRST), (15, SECOND)):
-        torch.bitwise_right_shift(h, shift, out=shifted).bitwise_and_((1 << (32 - shift)) - 1)
-        h.bitwise_xor_(shifted).mul_(_signed(factor))
-        if factor == FIRST:
-            h.add_(_signed(key[1]))
-    h.bitwise_xor_(torch.bitwise_right_shift(h, 16, out=shifted))
-    return h.bitwise_and_(0xFFFF)
-
-
-def _signed(x: int) -> int:
-    """The int32 with the bits of a uint32."""
-    return x - (x >> 31 << 32)
+    """The hash in int64, modulo 2^32 after each operation."""
+    place = offset + torch.arange(x.numel())
+    h = (place & MASK) ^ ((place >> 32) * HIGH & MASK) ^ key[0]
+    h = ((h ^ h >> 16) * FIRST + key[1]) & MASK
+    h = (h ^ h >> 15) * SECOND & MASK
+    random = (h ^ h >> 16) & 0xFFFF
+    bits = (x.view(torch.int32) + random.int()) >> 16
+    out.view(torch.int16).copy_(bits.masked_fill_(x.isnan(), NAN))
 
 
 def late(key: tuple[int, int], place: int) -> tuple[int, int, int]:

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
-from .batches import batches
 from .copying import copy
+from .host import HOST
 from .precision import check_scale, scaled_copy
 from .repeats import Repeats
 from .spans import check
@@ -34,6 +35,9 @@ def unflatten(
     if flat.is_cuda:
         unflatten_triton(flat, tensors, scale, offsets)
         return
+    if HOST.unflatten(flat, tensors, offsets, scale, torch.get_num_threads()):
+        increment_version(tensors)
+        return
     check(tensors, flat, offsets, "flat")
     for dtype in {x.dtype for x in tensors}:
         check_scale(scale, flat.dtype, dtype)
@@ -44,15 +48,8 @@ def unflatten(
 def unflatten_torch(
     flat: Tensor, tensors: Sequence[Tensor], scale: float, offsets: Sequence[int]
 ) -> None:
-    for offset, batch in batches(tensors, offsets):
-        if len(batch) == 1:
-            part = flat.narrow(0, offset, batch[0].numel())
-            scaled_copy(part.view(batch[0].shape), batch[0], scale)
-            continue
-        sizes = [x.numel() for x in batch]
-        scaled = batch[0].new_empty(sum(sizes))
-        scaled_copy(flat.narrow(0, offset, len(scaled)), scaled, scale)
-        torch._foreach_copy_(batch, scaled.split_with_sizes(sizes))
+    for x, offset in zip(tensors, offsets, strict=True):
+        scaled_copy(flat.narrow(0, offset, x.numel()).view(x.shape), x, scale)
 
 
 def unflatten_triton(

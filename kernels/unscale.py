@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ringdp._core import Launch
 
+from .host import HOST
 from .jit import jit, sixteens
 from .precision import ANY_SCALE, check_scale, scaled_copy, wide_dtype
 from .repeats import Repeats
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 BLOCK = 1024  # elements per program: of 16 bits, one access a thread
-CACHED = 131072  # elements per torch call and thread: fewer are slower, more leave the L2 cache
 _repeats = Repeats()
 
 
@@ -37,8 +38,11 @@ def unscale(x: Tensor, out: Tensor, found: Tensor, *, scale: float) -> None:
     else keeps its value, so many buckets can share one and nothing waits for the device. Raises
     ValueError on an unsupported dtype, shape, layout or device.
     """
-    tensors = [x, out, found]
-    if abs(scale) <= ANY_SCALE and x.is_cuda and _repeats.again(tensors, None, (scale,)):
+    if x.is_cuda:
+        if abs(scale) <= ANY_SCALE and _repeats.again([x, out, found], None, (scale,)):
+            return
+    elif HOST.unscale(x, out, found, scale, torch.get_num_threads()):
+        increment_version([out, found])
         return
     if x.dim() != 1 or x.shape != out.shape or not (x.is_contiguous() and out.is_contiguous()):
         raise ValueError(
@@ -51,25 +55,16 @@ def unscale(x: Tensor, out: Tensor, found: Tensor, *, scale: float) -> None:
         raise ValueError(f"x is on {x.device}, out on {out.device}, found on {found.device}")
     check_scale(scale, x.dtype, out.dtype)
     if x.is_cuda:
-        _repeats.keep(tensors, None, unscale_triton(x, out, found, scale))
+        _repeats.keep([x, out, found], None, unscale_triton(x, out, found, scale))
     else:
         unscale_torch(x, out, found, scale)
 
 
 @torch.no_grad()
 def unscale_torch(x: Tensor, out: Tensor, found: Tensor, scale: float) -> None:
-    if x.data_ptr() == out.data_ptr() and out.dtype != torch.float64 and abs(scale) <= 1:
-        # In one pass: torch multiplies in float32, and checks x, of which no product overflows.
-        factor = torch.tensor([scale], dtype=torch.float32)
-        torch._amp_foreach_non_finite_check_and_unscale_([out], found, factor)
-        return
-    size = CACHED * torch.get_num_threads()
-    one = torch.ones(1, dtype=torch.float32)
-    for first in range(0, out.numel(), size):
-        source, target = x[first : first + size], out[first : first + size]
-        scaled_copy(source, target, scale)
-        # torch.isfinite makes a temporary, and takes 20 times as long [measured: 256K float32].
-        torch._amp_foreach_non_finite_check_and_unscale_([target], found, one)
+    scaled_copy(x, out, scale)
+    if not out.isfinite().all():
+        found.fill_(1)
 
 
 @jit(capturable=True, num_warps=4, unspecialized=("scale",))

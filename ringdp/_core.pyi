@@ -13,9 +13,6 @@ CALL_CELLS: int
 
 def segment_size(ranks: int, depth: int, slab: int) -> int: ...
 def mailbox_size(ranks: int, depth: int, slab: int) -> int: ...
-def adamw(
-    buffers: Sequence[int], bfloat: bool, elems: int, factors: Sequence[float], threads: int
-) -> None: ...
 
 class Driver:
     def __init__(self, functions: Sequence[int | None]) -> None: ...
@@ -48,7 +45,46 @@ class Repeats:
         held: Sequence[Tensor] = ...,
     ) -> None: ...
 
-def squared_norm(floats: int, tensors: Sequence[tuple[int, int]], threads: int) -> float: ...
+def use_threads(pool: int) -> None: ...
+
+class Kernels:
+    """The last argument of each is the most threads to use."""
+
+    def __init__(self, table: object, tensor: type, parameter: type) -> None: ...
+    def flatten(
+        self,
+        tensors: Sequence[Tensor],
+        out: Tensor,
+        offsets: Sequence[int],
+        scale: float,
+        n: int,
+        /,
+    ) -> bool: ...
+    def unflatten(
+        self,
+        flat: Tensor,
+        tensors: Sequence[Tensor],
+        offsets: Sequence[int],
+        scale: float,
+        n: int,
+        /,
+    ) -> bool: ...
+    def unscale(self, x: Tensor, out: Tensor, found: Tensor, scale: float, n: int, /) -> bool: ...
+    def fold(self, parts: Tensor, out: Tensor, own: Tensor | None, at: int, n: int, /) -> bool: ...
+    def stochastic_round(self, x: Tensor, out: Tensor, hash: Sequence[int], n: int, /) -> bool: ...
+    def adamw(
+        self,
+        param: Tensor,
+        grad: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        copy: Tensor | None,
+        factors: Sequence[float],
+        n: int,
+        /,
+    ) -> bool: ...
+    def squared_norm(self, tensors: Sequence[Tensor], n: int, /) -> float | None: ...
+
 def abandon(mailbox: Mailbox, progress: Progress) -> None: ...
 def fail_at_exit() -> None: ...
 

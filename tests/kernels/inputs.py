@@ -8,10 +8,16 @@ from ringdp.kernels.precision import FLOATS, HALF
 
 PAIRS = [(a, b) for a in FLOATS for b in FLOATS if not (a == torch.float64 and b in HALF)]
 LENGTHS = [0, 1, 15, 16, 17, 4095, 4096, 100003]
+MANY = 7 * 32768 + 1000  # elements: several parts (csrc/threads.hpp), the last one shorter
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def same_numbers(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Bit for bit, except for the payload of nans, which IEEE leaves open."""
+    return same_bits(a.where(a == a, torch.nan), b.where(b == b, torch.nan))
 
 
 def random_floats(

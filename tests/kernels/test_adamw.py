@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from ringdp.kernels import adamw
-from ringdp.kernels.adamw import CACHED, Factors, adamw_cpp, adamw_torch, adamw_triton
-from tests.kernels.inputs import LENGTHS, random_floats
+from ringdp.kernels.adamw import Factors, adamw_torch, adamw_triton
+from ringdp.kernels.host import HOST
+from tests.kernels.inputs import LENGTHS, MANY, random_floats
 
 # The interpreter computes with numpy, which warns of overflows that the tests cause on purpose.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
@@ -42,6 +43,10 @@ def random_state(elems: int, seed: int = 5) -> State:
         )
 
     return State(random_floats(), random_floats(), random_floats(), random_floats().square())
+
+
+def adamw_cpp(*given: Any) -> None:
+    assert HOST.adamw(*given, torch.get_num_threads())
 
 
 def step(s: State, t: int = 3) -> None:
@@ -152,7 +157,7 @@ def test_bits_do_not_depend_on_slicing(threads: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        elems = 2 * CACHED * threads + 777
+        elems = MANY
         start = random_state(elems)
         whole = start.copy()
         step(whole)

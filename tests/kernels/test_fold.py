@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from ringdp.kernels import fold
-from ringdp.kernels.fold import CACHED, INTEGERS, SIGNED, fold_torch, fold_triton
+from ringdp.kernels.fold import INTEGERS, SIGNED, fold_torch, fold_triton
 from ringdp.kernels.precision import FLOATS, wide_dtype
-from tests.kernels.inputs import LENGTHS, PAIRS, random_floats, same_bits
+from tests.kernels.inputs import LENGTHS, MANY, PAIRS, random_floats, same_bits
 
 # The interpreter computes with numpy, which warns of overflows that the tests cause on purpose.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
@@ -112,7 +112,7 @@ def test_kernel_equals_reference_on_integers(interpreted: None, dtype: torch.dty
 
 
 def test_bits_do_not_depend_on_slicing() -> None:
-    elems = CACHED * torch.get_num_threads() + 1000  # more than one C++ call folds at once
+    elems = MANY
     parts = random_parts(4, elems, torch.float32)
     whole = torch.empty(elems)
     fold(parts, whole)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ringdp.kernels import stochastic_round
-from ringdp.kernels.stochastic import CACHED, keys, stochastic_round_torch, stochastic_round_triton
-from tests.kernels.inputs import LENGTHS, copy_to_gpu, random_floats, same_bits
+from ringdp.kernels.stochastic import keys, stochastic_round_torch, stochastic_round_triton
+from tests.kernels.inputs import LENGTHS, MANY, copy_to_gpu, random_floats, same_bits
 
 HALF_ULP = 2.0**-8  # of a bfloat16 near 1, whose neighbours are 2^-7 apart
 
@@ -50,7 +50,7 @@ def test_the_probability_of_rounding_up_is_the_distance(sixteenths: int) -> None
 
 
 def test_bits_depend_on_seed_and_offset_only() -> None:
-    elems = CACHED * torch.get_num_threads() + 1000
+    elems = MANY
     x = random_floats(elems, torch.float32)
     whole = rounded(x, seed=9, offset=5)
     g = torch.Generator().manual_seed(0)

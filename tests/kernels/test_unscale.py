@@ -8,8 +8,8 @@ import torch
 
 from ringdp.kernels import flatten, unscale
 from ringdp.kernels.precision import FLOATS
-from ringdp.kernels.unscale import CACHED, unscale_torch, unscale_triton
-from tests.kernels.inputs import LENGTHS, PAIRS, copy_to_gpu, random_floats, same_bits
+from ringdp.kernels.unscale import unscale_torch, unscale_triton
+from tests.kernels.inputs import LENGTHS, MANY, PAIRS, copy_to_gpu, random_floats, same_bits
 
 TENTH = float(torch.tensor(0.1))  # the interpreter passes floats as float32
 # The interpreter computes with numpy, which warns of overflows that the tests cause on purpose.
@@ -61,7 +61,7 @@ def test_kernel_equals_reference_for_all_lengths(interpreted: None, elems: int) 
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 def test_one_nonfinite_element_sets_the_flag_for_good(value: float) -> None:
-    elems = CACHED * torch.get_num_threads() + 100
+    elems = MANY
     x, found = torch.ones(elems), torch.zeros(1)
     for place in (0, elems // 2, elems - 1):
         x[place] = value

@@ -1,0 +1,168 @@
+"""The kernels in C++ equal their references, on any number of threads, and leave other tensors to
+torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from ringdp.kernels import adamw, flatten, fold, stochastic_round, unflatten, unscale
+from ringdp.kernels.flatten import flatten_torch
+from ringdp.kernels.fold import INTEGERS, fold_torch
+from ringdp.kernels.host import HOST
+from ringdp.kernels.precision import wide_dtype
+from ringdp.kernels.stochastic import FIRST, SECOND, keys, late, stochastic_round_torch
+from ringdp.kernels.unflatten import unflatten_torch
+from ringdp.kernels.unscale import unscale_torch
+from tests.kernels.inputs import (
+    LENGTHS,
+    MANY,
+    PAIRS,
+    OnSecondGpu,
+    random_floats,
+    same_bits,
+    same_numbers,
+)
+
+THREADS = 3
+
+
+@pytest.fixture(params=[1, THREADS])
+def threads(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.mark.parametrize("scale", [1.0, -0.375, 0.1])
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_flatten_and_unflatten(
+    source: torch.dtype, target: torch.dtype, scale: float, threads: int
+) -> None:
+    """All lengths at odd addresses, in any order, with gaps between them."""
+    lengths = [*LENGTHS, MANY]
+    tensors = [random_floats(n, source, skip=n % 2, special=n > 15) for n in lengths]
+    ends = torch.tensor([n + n % 3 for n in lengths]).cumsum(0).tolist()
+    offsets = [end - n for n, end in zip(lengths, ends, strict=True)][::-1]
+    tensors.reverse()
+    got, want = (torch.full((ends[-1] + 7,), torch.nan, dtype=target) for _ in range(2))
+    flatten_torch(tensors, want, scale, offsets)
+    assert HOST.flatten(tensors, got, offsets, scale, threads)
+    assert same_numbers(got, want)
+    if (target, source) in PAIRS:
+        back, wanted = ([torch.full_like(x, torch.nan) for x in tensors] for _ in range(2))
+        unflatten_torch(want, wanted, scale, offsets)
+        assert HOST.unflatten(got, back, offsets, scale, threads)
+        assert all(map(same_numbers, back, wanted))
+
+
+@pytest.mark.parametrize("elems", [*LENGTHS, MANY])
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_unscale(source: torch.dtype, target: torch.dtype, elems: int, threads: int) -> None:
+    x = random_floats(elems, source, skip=elems % 2)
+    for last in (0.5, torch.inf, torch.nan):
+        x[-1:] = last
+        got, want, flags = (
+            torch.empty(elems, dtype=target),
+            torch.empty(elems, dtype=target),
+            torch.zeros(2, 1),
+        )
+        unscale_torch(x, want, flags[0], 0.1)
+        assert HOST.unscale(x, got, flags[1], 0.1, threads)
+        assert same_numbers(got, want)
+        assert flags[0] == flags[1] == float(not want.isfinite().all())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+@pytest.mark.parametrize(("source", "target"), [*PAIRS, *((x, x) for x in INTEGERS)])
+def test_fold(source: torch.dtype, target: torch.dtype, ranks: int, threads: int) -> None:
+    for elems in (*LENGTHS, MANY):
+        if source in INTEGERS:
+            info = torch.iinfo(source)
+            parts = torch.randint(info.min, info.max, (ranks, elems + 3), dtype=source)
+            wide = source
+        else:
+            parts = random_floats(ranks * (elems + 3), source).view(ranks, elems + 3)
+            wide = wide_dtype(source, target)
+        for rows, own, at in ((parts, None, 0), (parts[1:], parts[0], ranks // 2)):
+            if not len(rows):
+                continue
+            rows = rows[:, 2 : elems + 2]  # there are gaps between them
+            own = None if own is None else own[2 : elems + 2]
+            got, want = (torch.zeros(elems, dtype=target) for _ in range(2))
+            fold_torch(rows, want, wide, own, at)
+            assert HOST.fold(rows, got, own, at, threads)
+            assert same_numbers(got, want)
+
+
+@pytest.mark.parametrize("offset", [0, 12345, (7 << 32) + 5])
+@pytest.mark.parametrize("elems", [*LENGTHS, MANY])
+def test_stochastic_round(elems: int, offset: int, threads: int) -> None:
+    x = random_floats(elems, torch.float32, skip=elems % 2, special=elems > 15)
+    got, want = (torch.empty(elems, dtype=torch.bfloat16) for _ in range(2))
+    stochastic_round_torch(x, want, keys(9), offset)
+    assert HOST.stochastic_round(x, got, (*late(keys(9), offset), FIRST, SECOND), threads)
+    assert same_numbers(got, want)
+
+
+ADAMW = {"step": 1, "lr": 0.1, "betas": (0.9, 0.9), "eps": 1e-8, "weight_decay": 0.0}
+# Each kernel reads x, float32[8], and writes to `out`.
+CALLS: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "flatten": lambda x, out: flatten([x], out, scale=0.5, offsets=[0]),
+    "unflatten": lambda x, out: unflatten(x, [out], scale=0.5, offsets=[0]),
+    "unscale": lambda x, out: unscale(x, out, torch.zeros(1), scale=0.5),
+    "fold": lambda x, out: fold(torch.ones(3, 8), out, x),
+    "adamw": lambda x, out: adamw(out, x, torch.ones(8), torch.ones(8), **ADAMW),
+    "stochastic_round": lambda x, out: stochastic_round(x, out, seed=1),
+}
+
+
+def output(kernel: str) -> Tensor:
+    return torch.zeros(8).to(torch.bfloat16 if kernel == "stochastic_round" else torch.float32)
+
+
+@pytest.mark.parametrize("kernel", CALLS)
+def test_tensors_of_another_class_are_left_to_torch(kernel: str) -> None:
+    got, want = output(kernel), output(kernel)
+    CALLS[kernel](torch.arange(8.0), want)
+    CALLS[kernel](torch.arange(8.0).as_subclass(OnSecondGpu), got)
+    assert same_bits(got, want)
+    assert want.any()
+
+
+@pytest.mark.parametrize("kernel", CALLS)
+def test_a_write_is_seen_by_autograd(kernel: str) -> None:
+    x, out = torch.ones(8, requires_grad=True), output(kernel)
+    before = out._version
+    saved = x * out  # keeps `out` for its backward
+    CALLS[kernel](torch.arange(8.0), out)
+    assert out._version > before
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.sum().backward()
+
+
+def test_subnormals_are_kept_where_torch_flushes_them() -> None:
+    x = random_floats(1000, torch.float16, special=True)
+    got, want = torch.empty(1000), torch.empty(1000)
+    flatten([x], want, scale=0.5, offsets=[0])
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU cannot flush them")
+    try:
+        flatten([x], got, scale=0.5, offsets=[0])
+    finally:
+        torch.set_flush_denormal(False)
+    assert same_bits(got, want)
+
+
+def test_a_forked_child_works_on_one_thread() -> None:
+    """torch's own threads are not there, and its operations wait for them for ever."""
+    x, out = torch.ones(MANY), torch.empty(MANY)
+    assert HOST.flatten([x], out, [0], 2.0, THREADS)
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)
+        os._exit(0 if HOST.flatten([x], out, [0], 3.0, THREADS) and out[-1].item() == 3 else 1)
+    assert os.waitpid(pid, 0)[1] == 0
