@@ -232,12 +232,14 @@ NB_MODULE(_core, m) {
                      return nb::make_tuple(int(f.failure), f.rank);
                    });
   m.def(
-      "use_threads",
-      [](std::uintptr_t pool) {
-        parallel = reinterpret_cast<Parallel>(pool);
-        pthread_atfork(nullptr, nullptr, [] { parallel = nullptr; });
+      "use_openmp",
+      [](std::uintptr_t parallel, std::uintptr_t thread) {
+        openmp = {reinterpret_cast<decltype(openmp.parallel)>(parallel),
+                  reinterpret_cast<decltype(openmp.thread)>(thread)};
+        pthread_atfork(nullptr, nullptr, [] { openmp = {}; });
       },
-      nb::arg("pool"), "Gives the kernels the threads of OpenMP: the address of its GOMP_parallel.");
+      nb::arg("parallel"), nb::arg("thread"),
+      "Gives the kernels threads: the addresses of GOMP_parallel and omp_get_thread_num.");
   nb::class_<Kernels>(m, "Kernels")
       .def(nb::init<nb::handle, nb::handle, nb::handle>(), nb::arg("table"), nb::arg("tensor"),
            nb::arg("parameter"))

@@ -5,34 +5,45 @@
 #include <algorithm>
 #include <atomic>
 #include <cstddef>
+#include <vector>
 
 #include "denormals.hpp"
 
 namespace ringdp {
 
-// GOMP_parallel of the OpenMP library that torch is linked to: calls `act` in so many threads, this one among
-// them. Null if there is none, and in a forked child, where it would wait for threads that are not there.
-using Parallel = void (*)(void (*act)(void*), void* data, unsigned threads, unsigned flags);
-inline Parallel parallel = nullptr;
+// The OpenMP library that torch is linked to. Empty if there is none, and in a forked child, where it would
+// wait for threads that are not there.
+struct OpenMP {
+  // GOMP_parallel: calls `act` in so many threads, of which this one is the first.
+  void (*parallel)(void (*act)(void*), void* data, unsigned threads, unsigned flags);
+  int (*thread)();  // omp_get_thread_num
+};
+inline OpenMP openmp{};
 
 constexpr std::size_t kPart = 1 << 15;  // elements of a part; as in torch, fewer are not worth a thread
 
 // How many threads are worth waking for so many elements.
 inline std::size_t worth(std::size_t elems, std::size_t threads) { return std::min(threads, 1 + elems / kPart); }
 
-// Calls act(i) for each i < `count`, on at most so many threads, each of which takes the next i. `act` must
-// not throw.
+// Calls act(i) for each i < `count`, on at most so many threads. Each has a range of its own, the same in each
+// call, since what it touched last may still be in its caches, and then helps with the others'. `act` must not
+// throw.
 template <class Act>
 void share(std::size_t count, std::size_t threads, const Act& act) {
-  std::atomic<std::size_t> next{0};
-  auto take = [&] {
+  threads = openmp.parallel ? std::max<std::size_t>(1, std::min(threads, count)) : 1;
+  std::vector<std::atomic<std::size_t>> taken(threads);  // of each range
+  auto take = [&](std::size_t own) {
     const Denormals kept;
-    // relaxed: it only hands out numbers; the end of the parallel call makes the work visible
-    for (std::size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) act(i);
+    for (std::size_t k = 0; k < threads; ++k) {
+      const std::size_t range = (own + k) % threads;
+      const std::size_t first = count * range / threads, last = count * (range + 1) / threads;
+      // relaxed: it only hands out numbers; the end of the parallel call makes the work visible
+      for (std::size_t i; (i = first + taken[range].fetch_add(1, std::memory_order_relaxed)) < last;) act(i);
+    }
   };
-  threads = std::min(threads, count);
-  if (threads < 2 || !parallel) return take();
-  parallel([](void* data) { (*static_cast<decltype(take)*>(data))(); }, &take, unsigned(threads), 0);
+  if (threads == 1) return take(0);
+  openmp.parallel([](void* data) { (*static_cast<decltype(take)*>(data))(openmp.thread()); }, &take,
+                  unsigned(threads), 0);
 }
 
 // Calls act(first, count) for the parts of so many elements.

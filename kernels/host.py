@@ -14,6 +14,8 @@ from torch import Tensor
 from ringdp import _core
 
 HOST = _core.Kernels(Tensor.__dlpack_c_exchange_api__, Tensor, torch.nn.Parameter)
+# A library's symbols include those of the libraries that it is linked to.
+torchs = CDLL(torch._C.__file__)
 with suppress(AttributeError):  # of a torch without OpenMP
-    # A library's symbols include those of the libraries that it is linked to.
-    _core.use_threads(cast(CDLL(torch._C.__file__).GOMP_parallel, c_void_p).value or 0)
+    found = (cast(f, c_void_p).value for f in (torchs.GOMP_parallel, torchs.omp_get_thread_num))
+    _core.use_openmp(*found)
