@@ -1,4 +1,4 @@
-"""Triton kernels, each beside its torch reference, which is also the path for CPU tensors.
+"""Triton kernels, each beside its torch reference; CPU tensors take the same in C++.
 
 `flatten` fills a gradient bucket and `unflatten` empties it, `fold` sums the ranks' parts,
 `unscale` averages and checks for inf and nan, `squared_norm` is for clipping, `adamw` steps a flat
@@ -9,6 +9,7 @@ and `stochastic_round` are for users, and for `ringdp bench kernels`. Importing 
 torch only; the first launch on a GPU imports Triton.
 
 Each file has `<name>_torch` and `<name>_triton`, which take arguments that `<name>` has checked.
+The first is the formula in torch's operations, for tests and for tensors that C++ cannot read.
 With TRITON_INTERPRET=1 in the environment the latter runs on CPU tensors. Triton's interpreter
 truncates to bfloat16; in the tests it rounds, as a GPU does (tests/kernels/conftest.py).
 """

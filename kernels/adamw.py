@@ -16,8 +16,7 @@ SIMD vector, get other bits than the rest, and the other variants fuse multiply-
 can and take a square root that is up to 0.75 ulp off [measured: torch 2.13, AVX512].
 Must move 28 bytes an element, reading p, g, m, v and writing p, m, v; 30 with a copy. Leaves out:
 amsgrad, maximize, parameters that are not float32, and CUDA graph capture (a graph would repeat one
-step). On the CPU it runs in C++: torch's operations one by one take 7 times as long from memory and
-19 times as long from the caches [measured: 64 and 2 MiB]. Reference: `adamw_torch`.
+step). Reference: `adamw_torch`.
 """
 # ruff: noqa: N803  a Triton constant is upper case
 

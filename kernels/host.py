@@ -1,12 +1,15 @@
 """The kernels on CPU tensors, in C++: csrc/kernels.hpp.
 
-It reads tensors that are plain: of torch's own class, contiguous, in memory. Others are torch's.
+Each takes plain tensors: of torch's own class, contiguous, in memory. It returns False or None, and
+has done nothing, if one is not plain or they do not fit together. A launcher then checks what is
+wrong, or calls the reference.
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
 from ctypes import CDLL, c_void_p, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +17,13 @@ from torch import Tensor
 from ringdp import _core
 
 HOST = _core.Kernels(Tensor.__dlpack_c_exchange_api__, Tensor, torch.nn.Parameter)
+
+
+def _address(function: Any) -> int:
+    return cast(function, c_void_p).value or 0
+
+
 # A library's symbols include those of the libraries that it is linked to.
-torchs = CDLL(torch._C.__file__)
+_torch = CDLL(torch._C.__file__)
 with suppress(AttributeError):  # of a torch without OpenMP
-    found = (cast(f, c_void_p).value for f in (torchs.GOMP_parallel, torchs.omp_get_thread_num))
-    _core.use_openmp(*found)
+    _core.use_openmp(_address(_torch.GOMP_parallel), _address(_torch.omp_get_thread_num))

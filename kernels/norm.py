@@ -8,9 +8,7 @@ The sum's last bits depend on how tensors are cut among ranks; those of the floa
 do. The order is fixed for given lengths, and on a GPU alignments to 16 bytes, so a repetition has
 the same bits. The global norm is the root of the sum of all ranks' results.
 Must move elements · bytes of x. Leaves out: other norms, and CUDA graph capture, as `flatten` does.
-On the CPU it runs in C++: `torch.linalg.vector_norm` in float64 first makes a float64 copy, and
-takes 1.3 times as long from the caches and 17 times from memory [measured: 256 KiB and 64 MiB of
-float32, one thread]. Reference: `squared_norm_torch`.
+Reference: `squared_norm_torch`.
 
 Note [the sum of the sums]
   On an H200, 64 MiB of float32 take 20.8 µs, and a copy that moves as much 18.3. A kernel that only
