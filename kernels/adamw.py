@@ -32,8 +32,8 @@ from torch.autograd.graph import increment_version
 
 from ringdp._core import Launch
 
+from . import host
 from .address import address
-from .host import HOST
 from .jit import jit, sixteens
 from .precision import HALF
 from .repeats import Repeats
@@ -105,7 +105,7 @@ def adamw(
         if not _repeats.again([grad, *written], None, factors):
             _check(*given[:5])
             _repeats.keep([grad, *written], None, adamw_triton(*given))
-    elif not HOST.adamw(*given, torch.get_num_threads()):
+    elif not host.adamw(*given, torch.get_num_threads()):
         _check(*given[:5])
         adamw_torch(*given)
     increment_version(written)

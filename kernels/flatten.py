@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from . import host
 from .copying import copy
-from .host import HOST
 from .precision import check_scale, scaled_copy
 from .repeats import Repeats
 from .spans import check, gaps
@@ -37,7 +37,7 @@ def flatten(
     if out.is_cuda:
         flatten_triton(tensors, out, scale, offsets)
         return
-    if HOST.flatten(tensors, out, offsets, scale, torch.get_num_threads()):
+    if host.flatten(tensors, out, offsets, scale, torch.get_num_threads()):
         increment_version(out)
         return
     check(tensors, out, offsets, "out")

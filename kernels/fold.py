@@ -20,7 +20,7 @@ from torch.autograd.graph import increment_version
 
 from ringdp._core import Launch
 
-from .host import HOST
+from . import host
 from .jit import jit, sixteens
 from .precision import wide_dtype
 from .repeats import Repeats
@@ -50,7 +50,7 @@ def fold(parts: Tensor, out: Tensor, own: Tensor | None = None, at: int = 0) -> 
     if out.is_cuda:
         if _repeats.again(tensors, [at], ()):
             return
-    elif HOST.fold(parts, out, own, at, torch.get_num_threads()):
+    elif host.fold(parts, out, own, at, torch.get_num_threads()):
         increment_version(out)
         return
     shape = parts.shape

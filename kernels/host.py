@@ -16,7 +16,15 @@ from torch import Tensor
 
 from ringdp import _core
 
-HOST = _core.Kernels(Tensor.__dlpack_c_exchange_api__, Tensor, torch.nn.Parameter)
+_kernels = _core.Kernels(Tensor.__dlpack_c_exchange_api__, Tensor, torch.nn.Parameter)
+# torch.compile calls a method of such an object without the object, but these with it.
+adamw = _kernels.adamw
+flatten = _kernels.flatten
+fold = _kernels.fold
+squared_norm = _kernels.squared_norm
+stochastic_round = _kernels.stochastic_round
+unflatten = _kernels.unflatten
+unscale = _kernels.unscale
 
 
 def _address(function: Any) -> int:

@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from . import host
 from .address import address
-from .host import HOST
 from .jit import jit, raw_stream
 from .precision import FLOATS
 from .repeats import Repeats
@@ -57,11 +57,11 @@ def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
     if tensors and tensors[0].is_cuda:
         return squared_norm_triton(tensors)
     threads = torch.get_num_threads()
-    total = HOST.squared_norm(tensors, threads)
+    total = host.squared_norm(tensors, threads)
     if total is None:
         check(tensors)
         tensors = [x.contiguous() for x in tensors]
-        total = HOST.squared_norm(tensors, threads)
+        total = host.squared_norm(tensors, threads)
     if total is None:
         return squared_norm_torch(tensors)
     return torch.scalar_tensor(total, dtype=torch.float64)

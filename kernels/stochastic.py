@@ -25,7 +25,7 @@ from torch.autograd.graph import increment_version
 
 from ringdp._core import Launch
 
-from .host import HOST
+from . import host
 from .jit import jit, sixteens
 from .repeats import Repeats
 
@@ -92,7 +92,7 @@ def stochastic_round_cpp(x: Tensor, out: Tensor, key: tuple[int, int], offset: i
     """By csrc/stochastic.hpp, for places of one upper half. Returns False, and does nothing, if it
     cannot."""
     hash_of = (*late(key, offset), FIRST, SECOND)
-    done = HOST.stochastic_round(x, out, hash_of, torch.get_num_threads())
+    done = host.stochastic_round(x, out, hash_of, torch.get_num_threads())
     if done:
         increment_version(out)
     return done

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from . import host
 from .copying import copy
-from .host import HOST
 from .precision import check_scale, scaled_copy
 from .repeats import Repeats
 from .spans import check
@@ -35,7 +35,7 @@ def unflatten(
     if flat.is_cuda:
         unflatten_triton(flat, tensors, scale, offsets)
         return
-    if HOST.unflatten(flat, tensors, offsets, scale, torch.get_num_threads()):
+    if host.unflatten(flat, tensors, offsets, scale, torch.get_num_threads()):
         increment_version(tensors)
         return
     check(tensors, flat, offsets, "flat")

@@ -19,7 +19,7 @@ from torch.autograd.graph import increment_version
 
 from ringdp._core import Launch
 
-from .host import HOST
+from . import host
 from .jit import jit, sixteens
 from .precision import ANY_SCALE, check_scale, scaled_copy, wide_dtype
 from .repeats import Repeats
@@ -41,7 +41,7 @@ def unscale(x: Tensor, out: Tensor, found: Tensor, *, scale: float) -> None:
     if x.is_cuda:
         if abs(scale) <= ANY_SCALE and _repeats.again([x, out, found], None, (scale,)):
             return
-    elif HOST.unscale(x, out, found, scale, torch.get_num_threads()):
+    elif host.unscale(x, out, found, scale, torch.get_num_threads()):
         increment_version([out, found])
         return
     if x.dim() != 1 or x.shape != out.shape or not (x.is_contiguous() and out.is_contiguous()):

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from ringdp.kernels import adamw
+from ringdp.kernels import adamw, host
 from ringdp.kernels.adamw import Factors, adamw_torch, adamw_triton
-from ringdp.kernels.host import HOST
 from tests.kernels.inputs import LENGTHS, MANY, random_floats
 
 # The interpreter computes with numpy, which warns of overflows that the tests cause on purpose.
@@ -46,7 +45,7 @@ def random_state(elems: int, seed: int = 5) -> State:
 
 
 def adamw_cpp(*given: Any) -> None:
-    assert HOST.adamw(*given, torch.get_num_threads())
+    assert host.adamw(*given, torch.get_num_threads())
 
 
 def step(s: State, t: int = 3) -> None:

@@ -11,10 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringdp.kernels import adamw, flatten, fold, stochastic_round, unflatten, unscale
+from ringdp.kernels import (
+    adamw,
+    flatten,
+    fold,
+    host,
+    squared_norm,
+    stochastic_round,
+    unflatten,
+    unscale,
+)
 from ringdp.kernels.flatten import flatten_torch
 from ringdp.kernels.fold import INTEGERS, fold_torch
-from ringdp.kernels.host import HOST
 from ringdp.kernels.precision import wide_dtype
 from ringdp.kernels.stochastic import FIRST, SECOND, keys, late, stochastic_round_torch
 from ringdp.kernels.unflatten import unflatten_torch
@@ -50,12 +58,12 @@ def test_flatten_and_unflatten(
     tensors.reverse()
     got, want = (torch.full((ends[-1] + 7,), torch.nan, dtype=target) for _ in range(2))
     flatten_torch(tensors, want, scale, offsets)
-    assert HOST.flatten(tensors, got, offsets, scale, threads)
+    assert host.flatten(tensors, got, offsets, scale, threads)
     assert same_numbers(got, want)
     if (target, source) in PAIRS:
         back, wanted = ([torch.full_like(x, torch.nan) for x in tensors] for _ in range(2))
         unflatten_torch(want, wanted, scale, offsets)
-        assert HOST.unflatten(got, back, offsets, scale, threads)
+        assert host.unflatten(got, back, offsets, scale, threads)
         assert all(map(same_numbers, back, wanted))
 
 
@@ -71,7 +79,7 @@ def test_unscale(source: torch.dtype, target: torch.dtype, elems: int, threads: 
             torch.zeros(2, 1),
         )
         unscale_torch(x, want, flags[0], 0.1)
-        assert HOST.unscale(x, got, flags[1], 0.1, threads)
+        assert host.unscale(x, got, flags[1], 0.1, threads)
         assert same_numbers(got, want)
         assert flags[0] == flags[1] == float(not want.isfinite().all())
 
@@ -94,7 +102,7 @@ def test_fold(source: torch.dtype, target: torch.dtype, ranks: int, threads: int
             own = None if own is None else own[2 : elems + 2]
             got, want = (torch.zeros(elems, dtype=target) for _ in range(2))
             fold_torch(rows, want, wide, own, at)
-            assert HOST.fold(rows, got, own, at, threads)
+            assert host.fold(rows, got, own, at, threads)
             assert same_numbers(got, want)
 
 
@@ -104,7 +112,7 @@ def test_stochastic_round(elems: int, offset: int, threads: int) -> None:
     x = random_floats(elems, torch.float32, skip=elems % 2, special=elems > 15)
     got, want = (torch.empty(elems, dtype=torch.bfloat16) for _ in range(2))
     stochastic_round_torch(x, want, keys(9), offset)
-    assert HOST.stochastic_round(x, got, (*late(keys(9), offset), FIRST, SECOND), threads)
+    assert host.stochastic_round(x, got, (*late(keys(9), offset), FIRST, SECOND), threads)
     assert same_numbers(got, want)
 
 
@@ -131,6 +139,20 @@ def test_tensors_of_another_class_are_left_to_torch(kernel: str) -> None:
     CALLS[kernel](torch.arange(8.0).as_subclass(OnSecondGpu), got)
     assert same_bits(got, want)
     assert want.any()
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+@pytest.mark.parametrize("kernel", CALLS)
+def test_compiled_code_calls_it(kernel: str) -> None:
+    got, want = output(kernel), output(kernel)
+    CALLS[kernel](torch.arange(8.0), want)
+    torch.compile(CALLS[kernel], backend="eager")(torch.arange(8.0), got)
+    assert same_bits(got, want)
+
+
+def test_compiled_code_calls_squared_norm() -> None:
+    x = torch.arange(8.0)
+    assert torch.compile(squared_norm, backend="eager")([x]) == squared_norm([x]) == 140
 
 
 @pytest.mark.parametrize("kernel", CALLS)
@@ -160,9 +182,9 @@ def test_subnormals_are_kept_where_torch_flushes_them() -> None:
 def test_a_forked_child_works_on_one_thread() -> None:
     """torch's own threads are not there, and its operations wait for them for ever."""
     x, out = torch.ones(MANY), torch.empty(MANY)
-    assert HOST.flatten([x], out, [0], 2.0, THREADS)
+    assert host.flatten([x], out, [0], 2.0, THREADS)
     pid = os.fork()
     if pid == 0:
         signal.alarm(20)
-        os._exit(0 if HOST.flatten([x], out, [0], 3.0, THREADS) and out[-1].item() == 3 else 1)
+        os._exit(0 if host.flatten([x], out, [0], 3.0, THREADS) and out[-1].item() == 3 else 1)
     assert os.waitpid(pid, 0)[1] == 0
