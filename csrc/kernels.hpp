@@ -2,7 +2,8 @@
 //
 // Each reads and checks its tensors here, since in Python that takes longer than the work on small ones. It
 // returns false, or nothing, and has done nothing, unless all are plain and fit together: then Python looks
-// for what is wrong, or calls torch.
+// for what is wrong, or calls torch. Sequences are copied to tuples: one may make its tensors when asked, and
+// another thread may remove them from a list while this one works without the GIL.
 #pragma once
 
 #include <algorithm>
@@ -27,22 +28,22 @@ class Kernels {
   Kernels(nb::handle table, nb::handle tensor, nb::handle parameter) : tensors_(table, tensor, parameter) {}
 
   // Copies tensors times `scale` to their places in `out`, and zeros the rest.
-  bool flatten(nb::sequence tensors, nb::handle out, nb::sequence offsets, double scale, std::size_t threads) {
+  bool flatten(nb::handle tensors, nb::handle out, nb::handle offsets, nb::handle scale, std::size_t threads) {
     return copy(tensors, out, offsets, scale, true, threads);
   }
 
   // Copies the tensors' parts of `flat`, times `scale`, to them.
-  bool unflatten(nb::handle flat, nb::sequence tensors, nb::sequence offsets, double scale,
+  bool unflatten(nb::handle flat, nb::handle tensors, nb::handle offsets, nb::handle scale,
                  std::size_t threads) {
     return copy(tensors, flat, offsets, scale, false, threads);
   }
 
   // out = x times `scale`; `found` becomes 1 if `out` is not all finite.
-  bool unscale(nb::handle x, nb::handle out, nb::handle found, double scale, std::size_t threads) {
+  bool unscale(nb::handle x, nb::handle out, nb::handle found, nb::handle scale, std::size_t threads) {
     const auto from = tensors_.plain(x), to = tensors_.plain(out), flag = tensors_.plain(found);
+    const auto by = factor(scale);
     if (!from || !to || !flag || from->dimensions != 1 || to->dimensions != 1 || flag->dimensions != 1 ||
-        from->elements != to->elements || flag->elements != 1 || flag->dtype != 0 ||
-        !(std::abs(scale) <= FLT_MAX))
+        from->elements != to->elements || flag->elements != 1 || flag->dtype != 0 || !by || spoils(*to, *from))
       return false;
     const Scale act = scale_of(from->dtype, to->dtype);
     if (!act) return false;
@@ -50,12 +51,12 @@ class Kernels {
     const auto elems = std::size_t(from->elements);
     const std::vector<Piece> pieces{{act, to->data, from->data, to->bytes / elems, from->bytes / elems, elems}};
     nb::gil_scoped_release free;
-    if (!scale_all(pieces, scale, threads)) *reinterpret_cast<float*>(flag->data) = 1;
+    if (!scale_all(pieces, *by, threads)) *reinterpret_cast<float*>(flag->data) = 1;
     return true;
   }
 
   // out = the sum of the rows of `parts` and of `own`, which comes after the first `at` rows.
-  bool fold(nb::handle parts, nb::handle out, nb::handle own, std::int64_t at, std::size_t threads) {
+  bool fold(nb::handle parts, nb::handle out, nb::handle own, nb::handle at, std::size_t threads) {
     const auto rows = tensors_.plain_rows(parts);
     const auto to = tensors_.plain(out);
     if (!rows || !to || !rows->rows || to->dimensions != 1 || to->elements != rows->elements) return false;
@@ -64,13 +65,18 @@ class Kernels {
     if (!to->elements) return true;
     std::vector<const void*> in;
     const auto size = dtype(rows->dtype, 0).size;
-    for (std::int64_t r = 0; r < rows->rows; ++r) in.push_back(rows->data + r * rows->stride * size);
+    for (std::int64_t r = 0; r < rows->rows; ++r) {
+      const Plain row{rows->data + r * rows->stride * size, rows->dtype, 1, rows->elements, rows->elements * size};
+      if (spoils(*to, row)) return false;
+      in.push_back(row.data);
+    }
     if (!own.is_none()) {
       const auto mine = tensors_.plain(own);
+      std::int64_t place;
       if (!mine || mine->dimensions != 1 || mine->dtype != rows->dtype || mine->elements != to->elements ||
-          at < 0 || at > rows->rows)
+          !nb::try_cast(at, place) || place < 0 || place > rows->rows || spoils(*to, *mine))
         return false;
-      in.insert(in.begin() + at, mine->data);
+      in.insert(in.begin() + place, mine->data);
     }
     nb::gil_scoped_release free;
     sum_all(act, to->data, in, std::size_t(to->elements), threads);
@@ -81,7 +87,7 @@ class Kernels {
   bool stochastic_round(nb::handle x, nb::handle out, const Hash& hash, std::size_t threads) {
     const auto from = tensors_.plain(x), to = tensors_.plain(out);
     if (!from || !to || from->dimensions != 1 || to->dimensions != 1 || from->elements != to->elements ||
-        from->dtype != 0 || to->dtype != 3)
+        from->dtype != 0 || to->dtype != 3 || spoils(*to, *from))
       return false;
     nb::gil_scoped_release free;
     ringdp::stochastic_round(reinterpret_cast<bfloat16*>(to->data), reinterpret_cast<const float*>(from->data),
@@ -116,9 +122,10 @@ class Kernels {
   }
 
   // The sum of the squares of all elements.
-  std::optional<double> squared_norm(nb::sequence tensors, std::size_t threads) {
+  std::optional<double> squared_norm(nb::handle tensors, std::size_t threads) {
+    const nb::tuple every(tensors);
     std::vector<Array> arrays;
-    for (nb::handle tensor : tensors) {
+    for (nb::handle tensor : every) {
       const auto x = tensors_.plain(tensor);
       if (!x || x->dtype > 3) return std::nullopt;
       arrays.push_back({x->dtype, x->data, std::size_t(x->elements)});
@@ -128,23 +135,26 @@ class Kernels {
   }
 
  private:
-  bool copy(nb::sequence tensors, nb::handle flat, nb::sequence offsets, double scale, bool into_flat,
+  bool copy(nb::handle given, nb::handle flat, nb::handle asked, nb::handle scale, bool into_flat,
             std::size_t threads) {
     const auto whole = tensors_.plain(flat);
-    if (!whole || whole->dimensions != 1 || !(std::abs(scale) <= FLT_MAX)) return false;
+    const auto by = factor(scale);
+    const nb::tuple tensors(given), offsets(asked);
+    // `len` is an error for an iterator, which the launcher could not read again
+    if (!whole || whole->dimensions != 1 || !by || nb::len(given) != tensors.size() ||
+        offsets.size() != tensors.size())
+      return false;
     const std::size_t size = whole->elements ? whole->bytes / whole->elements : 1;
     struct Place {
       std::int64_t first, last;
     };
     std::vector<Piece> pieces;
     std::vector<Place> places;
-    auto offset = offsets.begin();
-    for (nb::handle tensor : tensors) {
-      const auto x = tensors_.plain(tensor);
+    for (std::size_t i = 0; i < tensors.size(); ++i) {
+      const auto x = tensors_.plain(tensors[i]);
       std::int64_t first;
-      if (!x || offset == offsets.end() || !nb::try_cast(*offset, first)) return false;
-      ++offset;
-      const auto act = into_flat ? act_of(x->dtype, whole->dtype, scale) : act_of(whole->dtype, x->dtype, scale);
+      if (!x || !nb::try_cast(offsets[i], first)) return false;
+      const auto act = into_flat ? act_of(x->dtype, whole->dtype, *by) : act_of(whole->dtype, x->dtype, *by);
       if (!act || first < 0 || first > whole->elements - x->elements) return false;
       if (!x->elements) continue;
       places.push_back({first, first + x->elements});
@@ -153,7 +163,6 @@ class Kernels {
       pieces.push_back(into_flat ? Piece{act, at, x->data, size, own, std::size_t(x->elements)}
                                  : Piece{act, x->data, at, own, size, std::size_t(x->elements)});
     }
-    if (offset != offsets.end()) return false;
     const auto before = [](const Place& a, const Place& b) { return a.first < b.first; };
     if (!std::is_sorted(places.begin(), places.end(), before)) std::sort(places.begin(), places.end(), before);
     std::int64_t end = 0;
@@ -168,8 +177,21 @@ class Kernels {
     }
     skip(whole->elements);
     nb::gil_scoped_release free;
-    scale_all(pieces, scale, threads);
+    scale_all(pieces, *by, threads);
     return true;
+  }
+
+  // Returns nothing unless it is finite in float32, and so for all dtypes.
+  static std::optional<double> factor(nb::handle scale) {
+    double by;
+    if (!nb::try_cast(scale, by) || !(std::abs(by) <= FLT_MAX)) return std::nullopt;
+    return by;
+  }
+
+  // Returns whether `out` overlaps `in` other than by being it, so that a write may come before a read.
+  static bool spoils(const Plain& out, const Plain& in) {
+    return !(out.data == in.data && out.dtype == in.dtype) && out.data < in.data + in.bytes &&
+           in.data < out.data + out.bytes;
   }
 
   static Scale act_of(int source, int target, double scale) {

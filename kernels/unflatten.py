@@ -4,7 +4,7 @@
 
 `flatten` reversed, with its rounding: a bucket's sums go back to where the gradients came from.
 Must move n·(bytes of flat + bytes of x). Leaves out: CUDA graph capture, and tensors that overlap
-`flat` other than by being exactly their slice. Reference: `unflatten_torch`.
+one another, or `flat` other than by being exactly their slice. Reference: `unflatten_torch`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -139,6 +140,71 @@ def test_tensors_of_another_class_are_left_to_torch(kernel: str) -> None:
     CALLS[kernel](torch.arange(8.0).as_subclass(OnSecondGpu), got)
     assert same_bits(got, want)
     assert want.any()
+
+
+class Made(Sequence[Tensor]):
+    """Makes each of 4 tensors when asked for it, and keeps none."""
+
+    def __init__(self, length: int = 4) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, i: Any) -> Any:
+        if i >= 4:
+            raise IndexError
+        return torch.full((MANY,), float(i))
+
+
+def test_sequences_of_any_class_keep_their_tensors() -> None:
+    out, places = torch.empty(4 * MANY), torch.arange(4) * MANY
+    flatten(Made(), out, offsets=places)
+    assert torch.equal(out.view(4, MANY), torch.arange(4.0)[:, None].expand(4, MANY))
+    assert squared_norm(Made()) == (0 + 1 + 4 + 9) * MANY
+    parts = {i: torch.empty(MANY) for i in range(4)}
+    unflatten(out, parts.values(), offsets=dict.fromkeys(places.tolist()).keys())
+    assert all((x == i).all() for i, x in parts.items())
+    with pytest.raises(TypeError, match="has no len"):
+        unflatten(out, iter(parts.values()), offsets=places)
+    with pytest.raises(ValueError, match="argument 2 is"):
+        flatten(Made(length=2), out, offsets=places[:2])
+
+
+def test_numbers_that_are_too_large_are_errors_of_their_own() -> None:
+    x, found = torch.ones(8), torch.zeros(1)
+    for call in (
+        lambda: flatten([x], x, scale=10**400, offsets=[0]),
+        lambda: unflatten(x, [x], scale=10**400, offsets=[0]),
+        lambda: unscale(x, x, found, scale=10**400),
+    ):
+        with pytest.raises(ValueError, match="scale must be finite"):
+            call()
+    with pytest.raises(ValueError, match="does not fit in 8 elements"):
+        flatten([x], x, offsets=[1 << 70])
+    with pytest.raises(ValueError, match="cannot come after"):
+        fold(x[None], torch.ones(8), x, 1 << 70)
+
+
+@pytest.mark.parametrize("elems", [50, MANY])
+def test_an_output_that_overlaps_its_input_elsewhere_is_left_to_torch(elems: int) -> None:
+    x = random_floats(2 * elems, torch.float32)
+    want = torch.empty(elems)
+    fold(x.view(2, elems), want)
+    fold(x.view(2, elems), x[1 : elems + 1])
+    assert same_bits(x[1 : elems + 1], want)
+    own = x[:elems].clone()
+    fold(x.view(2, elems), want, own, 1)
+    fold(x.view(2, elems), x[1 : elems + 1], own, 1)
+    assert same_bits(x[1 : elems + 1], want)
+    rounded = torch.empty(elems, dtype=torch.bfloat16)
+    stochastic_round(x[:elems], rounded, seed=1)
+    inside = x.view(torch.bfloat16)[3 : elems + 3]
+    stochastic_round(x[:elems], inside, seed=1)
+    assert same_bits(inside, rounded)
+    for out in (x[1 : elems + 1], inside):
+        with pytest.raises(RuntimeError, match="refer to a single memory location"):
+            unscale(x[:elems], out, torch.zeros(1), scale=0.5)
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
