@@ -33,7 +33,7 @@ from torch.autograd.graph import increment_version
 from ringdp._core import Launch
 
 from . import host
-from .address import address
+from .address import address, check_storage
 from .jit import jit, sixteens
 from .precision import HALF
 from .repeats import Repeats
@@ -107,6 +107,7 @@ def adamw(
             _repeats.keep([grad, *written], None, adamw_triton(*given))
     elif not host.adamw(*given, torch.get_num_threads()):
         _check(*given[:5])
+        check_storage(grad, *written)
         adamw_torch(*given)
     increment_version(written)
 
@@ -147,8 +148,6 @@ def adamw_torch(
     param: Tensor, grad: Tensor, avg: Tensor, avg_sq: Tensor, copy: Tensor | None, k: Factors
 ) -> None:
     """The reference: no operation in it rounds twice, fuses, or treats a SIMD tail differently."""
-    for x in (param, grad, avg, avg_sq) if copy is None else (param, grad, avg, avg_sq, copy):
-        address(x)
     p, g, m, v = map(_flat, (param, grad, avg, avg_sq))
     m.add_((g - m).mul_(k.fresh1))
     v.mul_(k.beta2).add_((g * k.fresh2).mul_(g))

@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from torch import Tensor
 
 
 def address(x: Tensor) -> int:
     """Return the address of a contiguous tensor. Raises ValueError if it is not all in memory."""
-    at, has = x.data_ptr(), x.untyped_storage().nbytes()
-    if x.numel() and (not at or has < (x.storage_offset() + x.numel()) * x.element_size()):
-        raise ValueError(
-            f"{x.dtype}{list(x.shape)} at element {x.storage_offset()} of a storage of {has} bytes "
-            f"is not in memory (address {at:#x}): that was freed or cut, or the tensor is fake"
-        )
+    check_storage(x)
+    at = x.data_ptr()
+    if x.numel() and not at:
+        raise _missing(x)
     return at
+
+
+def check_storage(*tensors: Tensor) -> None:
+    """Raise ValueError if a storage ends before its tensor does: torch would read on, too."""
+    for x in tensors:
+        with suppress(RuntimeError):  # it has none, for instance in torch.func.vmap
+            steps = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+            end = (x.storage_offset() + steps + 1) * x.element_size()
+            if x.numel() and x.untyped_storage().nbytes() < end:
+                raise _missing(x)
+
+
+def _missing(x: Tensor) -> ValueError:
+    at, has = x.data_ptr(), x.untyped_storage().nbytes()
+    return ValueError(
+        f"{x.dtype}{list(x.shape)} at element {x.storage_offset()} of a storage of {has} bytes "
+        f"is not in memory (address {at:#x}): that was freed or cut, or the tensor is fake"
+    )

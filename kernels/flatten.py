@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from . import host
+from .address import check_storage
 from .copying import copy
 from .precision import check_scale, scaled_copy
 from .repeats import Repeats
@@ -41,6 +42,7 @@ def flatten(
         increment_version(out)
         return
     check(tensors, out, offsets, "out")
+    check_storage(out, *tensors)
     for dtype in {x.dtype for x in tensors}:
         check_scale(scale, dtype, out.dtype)
     flatten_torch(tensors, out, scale, offsets)

@@ -21,6 +21,7 @@ from torch.autograd.graph import increment_version
 from ringdp._core import Launch
 
 from . import host
+from .address import check_storage
 from .jit import jit, sixteens
 from .precision import wide_dtype
 from .repeats import Repeats
@@ -80,6 +81,7 @@ def fold(parts: Tensor, out: Tensor, own: Tensor | None = None, at: int = 0) -> 
     if out.is_cuda:
         _repeats.keep(tensors, [at], fold_triton(parts, out, wide, own, at))
     else:
+        check_storage(*tensors)
         fold_torch(parts, out, wide, own, at)
 
 

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from . import host
-from .address import address
+from .address import check_storage
 from .jit import jit, raw_stream
 from .precision import FLOATS
 from .repeats import Repeats
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 PROGRAMS = 792
 THREADS = 256
 BLOCK = 8192  # elements per chunk
+CPU = torch.device("cpu")
 _repeats = Repeats()
 
 
@@ -60,11 +61,12 @@ def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
     total = host.squared_norm(tensors, threads)
     if total is None:
         check(tensors)
+        check_storage(*tensors)
         tensors = [x.contiguous() for x in tensors]
         total = host.squared_norm(tensors, threads)
     if total is None:
         return squared_norm_torch(tensors)
-    return torch.scalar_tensor(total, dtype=torch.float64)
+    return torch.scalar_tensor(total, dtype=torch.float64, device=CPU)
 
 
 def check(tensors: Sequence[Tensor]) -> None:
@@ -79,9 +81,6 @@ def check(tensors: Sequence[Tensor]) -> None:
 @torch.no_grad()
 def squared_norm_torch(tensors: Sequence[Tensor]) -> Tensor:
     check(tensors)
-    for x in tensors:
-        if x.device.type == "cpu" and x.is_contiguous():
-            address(x)
     sums = [x.double().square().sum() for x in tensors]
     return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64)
 

@@ -26,6 +26,7 @@ from torch.autograd.graph import increment_version
 from ringdp._core import Launch
 
 from . import host
+from .address import check_storage
 from .jit import jit, sixteens
 from .repeats import Repeats
 
@@ -76,6 +77,7 @@ def stochastic_round(x: Tensor, out: Tensor, *, seed: int, offset: int = 0) -> N
         stochastic_round(x[:until], out[:until], seed=seed, offset=offset)
         stochastic_round(x[until:], out[until:], seed=seed, offset=offset + until)
     else:
+        check_storage(*tensors)
         stochastic_round_torch(x, out, keys(seed), offset)
 
 
@@ -101,7 +103,7 @@ def stochastic_round_cpp(x: Tensor, out: Tensor, key: tuple[int, int], offset: i
 @torch.no_grad()
 def stochastic_round_torch(x: Tensor, out: Tensor, key: tuple[int, int], offset: int) -> None:
     """The hash in int64, modulo 2^32 after each operation."""
-    place = offset + torch.arange(x.numel())
+    place = offset + torch.arange(x.numel(), device=x.device)
     h = (place & MASK) ^ ((place >> 32) * HIGH & MASK) ^ key[0]
     h = ((h ^ h >> 16) * FIRST + key[1]) & MASK
     h = (h ^ h >> 15) * SECOND & MASK

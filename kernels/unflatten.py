@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from . import host
+from .address import check_storage
 from .copying import copy
 from .precision import check_scale, scaled_copy
 from .repeats import Repeats
@@ -39,6 +40,7 @@ def unflatten(
         increment_version(tensors)
         return
     check(tensors, flat, offsets, "flat")
+    check_storage(flat, *tensors)
     for dtype in {x.dtype for x in tensors}:
         check_scale(scale, flat.dtype, dtype)
     unflatten_torch(flat, tensors, scale, offsets)

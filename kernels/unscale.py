@@ -20,6 +20,7 @@ from torch.autograd.graph import increment_version
 from ringdp._core import Launch
 
 from . import host
+from .address import check_storage
 from .jit import jit, sixteens
 from .precision import ANY_SCALE, check_scale, scaled_copy, wide_dtype
 from .repeats import Repeats
@@ -57,14 +58,14 @@ def unscale(x: Tensor, out: Tensor, found: Tensor, *, scale: float) -> None:
     if x.is_cuda:
         _repeats.keep([x, out, found], None, unscale_triton(x, out, found, scale))
     else:
+        check_storage(x, out, found)
         unscale_torch(x, out, found, scale)
 
 
 @torch.no_grad()
 def unscale_torch(x: Tensor, out: Tensor, found: Tensor, scale: float) -> None:
     scaled_copy(x, out, scale)
-    if not out.isfinite().all():
-        found.fill_(1)
+    found.masked_fill_(~out.isfinite().all(), 1)
 
 
 @jit(capturable=True, num_warps=4, unspecialized=("scale",))

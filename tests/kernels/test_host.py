@@ -142,6 +142,27 @@ def test_tensors_of_another_class_are_left_to_torch(kernel: str) -> None:
     assert want.any()
 
 
+@pytest.mark.parametrize("left", [0, 12])
+@pytest.mark.parametrize("kernel", CALLS)
+def test_memory_that_was_freed_or_cut_is_not_read(kernel: str, left: int) -> None:
+    def cut(x: Tensor) -> Tensor:
+        x.untyped_storage().resize_(left)
+        return x
+
+    for x, out in ((cut(torch.ones(8)), output(kernel)), (torch.ones(8), cut(output(kernel)))):
+        with pytest.raises(ValueError, match=f"a storage of {left} bytes is not in memory"):
+            CALLS[kernel](x, out)
+    for call in (lambda x: flatten([x], torch.ones(4), offsets=[0]), lambda x: squared_norm([x])):
+        with pytest.raises(ValueError, match=f"a storage of {left} bytes is not in memory"):
+            call(cut(torch.ones(8)[::2]))
+
+
+@pytest.mark.parametrize("kernel", CALLS)
+def test_tensors_without_memory_are_left_to_torch(kernel: str) -> None:
+    with torch.device("meta"):
+        CALLS[kernel](torch.ones(8), output(kernel))
+
+
 class Made(Sequence[Tensor]):
     """Makes each of 4 tensors when asked for it, and keeps none."""
 

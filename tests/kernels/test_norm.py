@@ -128,6 +128,12 @@ def test_mixed_dtypes_are_accepted(interpreted: None) -> None:
     assert squared_norm_triton(tensors).item() == 80
 
 
+def test_the_default_device_is_not_that_of_the_result() -> None:
+    x = torch.ones(4)
+    with torch.device("meta"):
+        assert squared_norm([x]).item() == 4
+
+
 def test_wrong_dtypes_and_devices_are_refused() -> None:
     for run in IMPLEMENTATIONS:
         with pytest.raises(ValueError, match=r"tensor 1 is torch\.int32"):
