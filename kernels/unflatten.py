@@ -20,7 +20,7 @@ from .address import check_storage
 from .copying import copy
 from .precision import check_scale, scaled_copy
 from .repeats import Repeats
-from .spans import check
+from .spans import by_layout, check
 
 _repeats = Repeats()
 
@@ -40,10 +40,16 @@ def unflatten(
         increment_version(tensors)
         return
     check(tensors, flat, offsets, "flat")
-    check_storage(flat, *tensors)
     for dtype in {x.dtype for x in tensors}:
         check_scale(scale, flat.dtype, dtype)
-    unflatten_torch(flat, tensors, scale, offsets)
+    dense, strided = by_layout(tensors, offsets)
+    check_storage(*strided.tensors)
+    if host.unflatten(flat, dense.tensors, dense.offsets, scale, torch.get_num_threads()):
+        increment_version(dense.tensors)
+        unflatten_torch(flat, strided.tensors, scale, strided.offsets)
+    else:
+        check_storage(flat, *dense.tensors)
+        unflatten_torch(flat, tensors, scale, offsets)
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,6 +34,7 @@ from tests.kernels.inputs import (
     MANY,
     PAIRS,
     OnSecondGpu,
+    bucket_tensors,
     random_floats,
     same_bits,
     same_numbers,
@@ -161,6 +163,33 @@ def test_memory_that_was_freed_or_cut_is_not_read(kernel: str, left: int) -> Non
 def test_tensors_without_memory_are_left_to_torch(kernel: str) -> None:
     with torch.device("meta"):
         CALLS[kernel](torch.ones(8), output(kernel))
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_torch_takes_only_the_tensors_that_are_not_contiguous(
+    scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors, offsets, elems = bucket_tensors(torch.float32)
+    got, want = torch.full((elems,), torch.nan), torch.empty(elems)
+    flatten_torch(tensors, want, scale, offsets)
+    back = [torch.zeros_like(x) for x in tensors]  # as strided as those
+    before = [x._version for x in back]
+    by_torch = list[Tensor]()
+    for module in ("flatten", "unflatten"):
+        real = sys.modules[f"ringdp.kernels.{module}"].scaled_copy
+
+        def scaled_copy(x: Tensor, out: Tensor, by: float, real: Any = real) -> None:
+            by_torch.append(x)
+            real(x, out, by)
+
+        monkeypatch.setattr(sys.modules[f"ringdp.kernels.{module}"], "scaled_copy", scaled_copy)
+    flatten(tensors, got, scale=scale, offsets=offsets)
+    unflatten(got, back, scale=1 / scale, offsets=offsets)
+    assert same_bits(got, want)
+    assert all(map(torch.equal, back, tensors))
+    assert all(x._version > version for x, version in zip(back, before, strict=True))
+    strided = [x for x in (*tensors, *back) if not x.is_contiguous()]
+    assert len(by_torch) == len(strided) > 0
 
 
 class Made(Sequence[Tensor]):
