@@ -57,7 +57,7 @@ def variant_of(compiled: Any, unspecialized: Sequence[str]) -> Variant | None:
             return None
         taken = {name: kind for name, kind in signature.items() if kind != "constexpr"}
         (head,) = re.findall(r"\.entry[^{]*", compiled.asm["ptx"])
-        (threads,) = re.findall(r"\.reqntid (\d+)\s*$", head)
+        (threads,) = re.findall(r"\.reqntid (\d+)\s*(?:\.maxnreg \d+\s*)?$", head)
         bits = [int(x) for x in re.findall(r"\.param (?:\.[a-z](\d+) )?", head)]
         types = [POINTER if kind.startswith("*") else kind for kind in taken.values()]
         types += [POINTER] * (len(bits) - len(types))

@@ -27,6 +27,9 @@ def test_the_driver_is_given_the_arguments_that_are_no_constants() -> None:
     found = variant_of(Compiled([], SIGNATURE), ("scale",))
     assert found
     assert found[1:] == (128, 0, "iidii", (0, 1))
+    limited = Compiled([], SIGNATURE)
+    limited.asm = {"ptx": limited.asm["ptx"].replace("128\n", "128\n.maxnreg 64\n")}
+    assert variant_of(limited, ("scale",))[1:] == found[1:]
 
 
 @pytest.mark.parametrize(

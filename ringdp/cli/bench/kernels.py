@@ -103,7 +103,7 @@ def measure(options: Options, console: Console) -> Report:
         say(console, f"measuring {size:,} bytes on {name}")
         for kernel, case in CASES.items():
             try:
-                ways = {COPY: _copy(case.moves, size // 4, device)}
+                ways = {COPY: copy_of(case.moves, size // 4, device)}
                 ways |= case.ways(size // 4, device)
                 times, failed = interleaved(ways, options.rounds, timer_of(size, device))
             except Exception as e:  # other kernels' tensors may fit
@@ -116,7 +116,7 @@ def measure(options: Options, console: Console) -> Report:
     return report
 
 
-def _copy(moves: float, elems: int, device: torch.device) -> Call:
+def copy_of(moves: float, elems: int, device: torch.device) -> Call:
     """A copy that moves as many bytes as a kernel that moves `moves` buffers of float32[elems]."""
     x = torch.randn(max(1, int(moves * elems / 2)), device=device)
     return partial(torch.empty_like(x).copy_, x)
