@@ -23,7 +23,7 @@ from bench.guard import Row
 from bench.required import REQUIRED, Reached, beside_gloo, median, minimum, of_suite, reached
 from bench.results import OTHER, RESULTS, load
 from bench.small import Small
-from bench.tables import bytes_text, error, link, markdown, plan
+from bench.tables import bytes_text, cpu_kernels, error, link, markdown, plan
 from ringdp.cli.bench.rows import read
 from ringdp.cli.runs import MEMORY
 from ringdp.schedule import schedule, svg
@@ -260,7 +260,7 @@ PARTS: dict[str, Callable[[], str]] = {
     part.__name__: part
     for part in (
         *(best, stages, all_reduce, machine, plots, ratios, small, guard, ddp_step, zero_step),
-        *(torch_backend, link, plan, trace, error, kernels, nccl, peer_memory),
+        *(torch_backend, link, plan, trace, error, cpu_kernels, kernels, nccl, peer_memory),
     )
 }
 

@@ -9,6 +9,8 @@ from bench.link import LinkRow
 from bench.plan import COLLECTIVES, Run, Timed
 from bench.results import load
 from ringdp.cli.bench.error import Row
+from ringdp.cli.bench.kernel_cases import OURS
+from ringdp.cli.bench.kernels import Row as Kernel
 
 
 def markdown(
@@ -25,6 +27,30 @@ def _row(cells: Sequence[str]) -> str:
 
 def bytes_text(size: int) -> str:
     return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
+
+
+def cpu_kernels() -> str:
+    """From `ringdp bench kernels` on a machine without a GPU."""
+    found = load("kernels")
+    rows = [Kernel(**row) for row in found["rows"]]
+    sizes = sorted({row.size for row in rows})
+    lines = []
+    for kernel in dict.fromkeys(row.kernel for row in rows):
+        cells = []
+        for size in sizes:
+            here = [r for r in rows if (r.kernel, r.size) == (kernel, size)]
+            (ours,) = (r.p50_us for r in here if r.way == OURS)
+            least = min(r.over_ours for r in here if r.over_ours is not None)
+            cells.append(
+                f"{ours:,.3g} ({least:.2f})" if ours < 1000 else f"{ours:,.0f} ({least:.2f})"
+            )
+        lines.append([kernel, *cells])
+    on = found["machine"]
+    table = markdown(["µs (× best of torch)", *map(bytes_text, sizes)], lines)
+    return (
+        f"{table}\n\nOn {on['cores']} cores of an {on['cpu']} ({on['caches']}), as many threads, "
+        f"load {on['load'].split()[0]}."
+    )
 
 
 def link_rows() -> list[LinkRow]:

@@ -34,7 +34,7 @@ template <class T>
 void adamw(float* p, const float* g, float* m, float* v, T* copy, std::size_t elems, const Factors& k,
            std::size_t threads) {
   constexpr std::size_t kBlock = 4096;  // elements, so that the copy reads from the nearest cache
-  share_parts(elems, threads, [=](std::size_t first, std::size_t count) {
+  share(elems, threads, [=](std::size_t first, std::size_t count) {
     const std::size_t end = first + count;
     for (std::size_t at = first; at < end; at += kBlock)
       adamw_block(p + at, g + at, m + at, v + at, copy ? copy + at : nullptr, std::min(kBlock, end - at), k);

@@ -10,6 +10,7 @@
 #include <cfloat>
 #include <cmath>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include <nanobind/nanobind.h>
@@ -40,16 +41,14 @@ class Kernels {
 
   // out = x times `scale`; `found` becomes 1 if `out` is not all finite.
   bool unscale(nb::handle x, nb::handle out, nb::handle found, nb::handle scale, std::size_t threads) {
-    const auto from = tensors_.plain(x), to = tensors_.plain(out), flag = tensors_.plain(found);
+    const auto from = vector(x), to = vector(out), flag = vector(found);
     const auto by = factor(scale);
-    if (!from || !to || !flag || from->dimensions != 1 || to->dimensions != 1 || flag->dimensions != 1 ||
-        from->elements != to->elements || flag->elements != 1 || flag->dtype != 0 || !by || spoils(*to, *from))
+    if (!from || !to || !flag || !by || from->elements != to->elements || flag->elements != 1 ||
+        flag->dtype != 0 || spoils(*to, *from))
       return false;
     const Scale act = scale_of(from->dtype, to->dtype);
     if (!act) return false;
-    if (!from->elements) return true;
-    const auto elems = std::size_t(from->elements);
-    const std::vector<Piece> pieces{{act, to->data, from->data, to->bytes / elems, from->bytes / elems, elems}};
+    const std::vector<Piece> pieces{{act, to->data, from->data, std::size_t(to->elements)}};
     nb::gil_scoped_release free;
     if (!scale_all(pieces, *by, threads)) *reinterpret_cast<float*>(flag->data) = 1;
     return true;
@@ -58,11 +57,10 @@ class Kernels {
   // out = the sum of the rows of `parts` and of `own`, which comes after the first `at` rows.
   bool fold(nb::handle parts, nb::handle out, nb::handle own, nb::handle at, std::size_t threads) {
     const auto rows = tensors_.plain_rows(parts);
-    const auto to = tensors_.plain(out);
-    if (!rows || !to || !rows->rows || to->dimensions != 1 || to->elements != rows->elements) return false;
+    const auto to = vector(out);
+    if (!rows || !to || !rows->rows || to->elements != rows->elements) return false;
     const Sum act = sum_of(rows->dtype, to->dtype);
     if (!act) return false;
-    if (!to->elements) return true;
     std::vector<const void*> in;
     const auto size = dtype(rows->dtype, 0).size;
     for (std::int64_t r = 0; r < rows->rows; ++r) {
@@ -71,10 +69,10 @@ class Kernels {
       in.push_back(row.data);
     }
     if (!own.is_none()) {
-      const auto mine = tensors_.plain(own);
+      const auto mine = vector(own);
       std::int64_t place;
-      if (!mine || mine->dimensions != 1 || mine->dtype != rows->dtype || mine->elements != to->elements ||
-          !nb::try_cast(at, place) || place < 0 || place > rows->rows || spoils(*to, *mine))
+      if (!mine || mine->dtype != rows->dtype || mine->elements != to->elements || !nb::try_cast(at, place) ||
+          place < 0 || place > rows->rows || spoils(*to, *mine))
         return false;
       in.insert(in.begin() + place, mine->data);
     }
@@ -85,9 +83,9 @@ class Kernels {
 
   // `hash` as csrc/stochastic.hpp takes it.
   bool stochastic_round(nb::handle x, nb::handle out, const Hash& hash, std::size_t threads) {
-    const auto from = tensors_.plain(x), to = tensors_.plain(out);
-    if (!from || !to || from->dimensions != 1 || to->dimensions != 1 || from->elements != to->elements ||
-        from->dtype != 0 || to->dtype != 3 || spoils(*to, *from))
+    const auto from = vector(x), to = vector(out);
+    if (!from || !to || from->elements != to->elements || from->dtype != 0 || to->dtype != 3 ||
+        spoils(*to, *from))
       return false;
     nb::gil_scoped_release free;
     ringdp::stochastic_round(reinterpret_cast<bfloat16*>(to->data), reinterpret_cast<const float*>(from->data),
@@ -137,48 +135,45 @@ class Kernels {
  private:
   bool copy(nb::handle given, nb::handle flat, nb::handle asked, nb::handle scale, bool into_flat,
             std::size_t threads) {
-    const auto whole = tensors_.plain(flat);
+    const auto whole = vector(flat);
     const auto by = factor(scale);
     const nb::tuple tensors(given), offsets(asked);
     // `len` is an error for an iterator, which the launcher could not read again
-    if (!whole || whole->dimensions != 1 || !by || nb::len(given) != tensors.size() ||
-        offsets.size() != tensors.size())
-      return false;
+    if (!whole || !by || nb::len(given) != tensors.size() || offsets.size() != tensors.size()) return false;
     const std::size_t size = whole->elements ? whole->bytes / whole->elements : 1;
-    struct Place {
-      std::int64_t first, last;
-    };
     std::vector<Piece> pieces;
-    std::vector<Place> places;
+    std::vector<std::pair<std::int64_t, std::int64_t>> covered;  // from, to
     for (std::size_t i = 0; i < tensors.size(); ++i) {
       const auto x = tensors_.plain(tensors[i]);
       std::int64_t first;
-      if (!x || !nb::try_cast(offsets[i], first)) return false;
-      const auto act = into_flat ? act_of(x->dtype, whole->dtype, *by) : act_of(whole->dtype, x->dtype, *by);
-      if (!act || first < 0 || first > whole->elements - x->elements) return false;
+      if (!x || !nb::try_cast(offsets[i], first) || first < 0 || first > whole->elements - x->elements)
+        return false;
+      void *out = whole->data + first * size, *in = x->data;
+      int target = whole->dtype, source = x->dtype;
+      if (!into_flat) std::swap(out, in), std::swap(target, source);
+      const Scale act = copy_of(source, target, *by);
+      if (!act) return false;
       if (!x->elements) continue;
-      places.push_back({first, first + x->elements});
-      std::byte* const at = whole->data + first * size;
-      const std::size_t own = x->bytes / x->elements;
-      pieces.push_back(into_flat ? Piece{act, at, x->data, size, own, std::size_t(x->elements)}
-                                 : Piece{act, x->data, at, own, size, std::size_t(x->elements)});
+      pieces.push_back({act, out, in, std::size_t(x->elements)});
+      covered.emplace_back(first, first + x->elements);
     }
-    const auto before = [](const Place& a, const Place& b) { return a.first < b.first; };
-    if (!std::is_sorted(places.begin(), places.end(), before)) std::sort(places.begin(), places.end(), before);
+    if (!std::is_sorted(covered.begin(), covered.end())) std::sort(covered.begin(), covered.end());
+    covered.emplace_back(whole->elements, whole->elements);
     std::int64_t end = 0;
-    const auto skip = [&](std::int64_t until) {
-      if (into_flat && end < until)
-        pieces.push_back({zero_of(size), whole->data + end * size, nullptr, size, 0, std::size_t(until - end)});
-    };
-    for (const Place& place : places) {
-      if (place.first < end) return false;  // they overlap
-      skip(place.first);
-      end = place.last;
+    for (const auto& [first, last] : covered) {
+      if (first < end) return false;  // they overlap
+      if (into_flat && first > end)
+        pieces.push_back({zero_of(size), whole->data + end * size, nullptr, std::size_t(first - end)});
+      end = last;
     }
-    skip(whole->elements);
     nb::gil_scoped_release free;
     scale_all(pieces, *by, threads);
     return true;
+  }
+
+  std::optional<Plain> vector(nb::handle tensor) {
+    const auto found = tensors_.plain(tensor);
+    return found && found->dimensions == 1 ? found : std::nullopt;
   }
 
   // Returns nothing unless it is finite in float32, and so for all dtypes.
@@ -192,16 +187,6 @@ class Kernels {
   static bool spoils(const Plain& out, const Plain& in) {
     return !(out.data == in.data && out.dtype == in.dtype) && out.data < in.data + in.bytes &&
            in.data < out.data + out.bytes;
-  }
-
-  static Scale act_of(int source, int target, double scale) {
-    const Scale act = scale_of(source, target);
-    if (!act || source != target || scale != 1) return act;
-    return source == 1 ? same<8> : source == 0 ? same<4> : same<2>;
-  }
-
-  static Scale zero_of(std::size_t size) {
-    return size == 1 ? zero<1> : size == 2 ? zero<2> : size == 4 ? zero<4> : zero<8>;
   }
 
   Tensors tensors_;

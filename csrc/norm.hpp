@@ -38,20 +38,13 @@ inline double squares(int dtype, const void* x, std::size_t first, std::size_t c
 }
 
 inline double squared_norm(const std::vector<Array>& tensors, std::size_t threads) {
-  struct Part {
-    const Array* of;
-    std::size_t first;
-  };
-  std::vector<Part> parts;
-  std::size_t all = 0;
-  for (const Array& x : tensors) {
-    for (std::size_t i = 0; i < x.elems; i += kPart) parts.push_back({&x, i});
-    all += x.elems;
-  }
+  std::vector<std::size_t> lengths;
+  for (const Array& x : tensors) lengths.push_back(x.elems);
+  const auto parts = parts_of(lengths);
   std::vector<double> sums(parts.size());
-  share(parts.size(), worth(all, threads), [&](std::size_t i) {
-    const auto [x, first] = parts[i];
-    sums[i] = squares(x->dtype, x->at, first, std::min(kPart, x->elems - first));
+  share(parts, threads, [&](std::size_t i) {
+    const Array& x = tensors[parts[i].array];
+    sums[i] = squares(x.dtype, x.at, parts[i].first, parts[i].elems);
   });
   return std::accumulate(sums.begin(), sums.end(), 0.0);
 }

@@ -2,7 +2,7 @@
 //
 //   out[i] = round(wide(in[i]) * scale)
 //
-// wide is float, or double where either side is. A copy also says whether all of `out` is finite.
+// wide is float, or double where either side is.
 #pragma once
 
 #include <algorithm>
@@ -31,12 +31,12 @@ auto magnitude(T x) {
   return Bits(bits & (Bits(-1) >> 1));
 }
 
-// `out` may be `in`.
+// Works from element `first` on, and returns whether all results are finite. `out` may be `in`.
 template <class S, class T>
-RINGDP_CLONES bool scale(void* out, const void* in, std::size_t count, double by) {
+RINGDP_CLONES bool scale(void* out, const void* in, std::size_t first, std::size_t count, double by) {
   using W = Widest<S, T>;
-  auto* const o = static_cast<T*>(out);
-  auto* const x = static_cast<const S*>(in);
+  auto* const o = static_cast<T*>(out) + first;
+  auto* const x = static_cast<const S*>(in) + first;
   const W factor = W(by);
   auto most = magnitude(T{});
 #pragma GCC ivdep
@@ -47,59 +47,64 @@ RINGDP_CLONES bool scale(void* out, const void* in, std::size_t count, double by
   return most < magnitude(T(Wide<T>::narrow(W(INFINITY))));
 }
 
-using Scale = bool (*)(void* out, const void* in, std::size_t count, double by);
+using Scale = bool (*)(void* out, const void* in, std::size_t first, std::size_t count, double by);
 
-// `source` and `target` are indices of transport.base.DTYPES. Returns null if it is no such pair: float64 to
-// 16 bits would round twice.
+template <std::size_t size>
+bool same(void* out, const void* in, std::size_t first, std::size_t count, double) {
+  copy_bytes(static_cast<std::byte*>(out) + first * size, static_cast<const std::byte*>(in) + first * size,
+             count * size);
+  return true;
+}
+
+template <std::size_t size>
+bool zero(void* out, const void*, std::size_t first, std::size_t count, double) {
+  std::memset(static_cast<std::byte*>(out) + first * size, 0, count * size);
+  return true;
+}
+
+// A table's rows by the source's dtype, and columns by the target's, in the order of transport.base.DTYPES.
+// From float64 to 16 bits there is nothing, as it would round twice.
+#define RINGDP_FLOAT_PAIRS(act)                                                             \
+  {act<float, float>, act<float, double>, act<float, float16>, act<float, bfloat16>},       \
+  {act<double, float>, act<double, double>, nullptr, nullptr},                              \
+  {act<float16, float>, act<float16, double>, act<float16, float16>, act<float16, bfloat16>}, \
+  {act<bfloat16, float>, act<bfloat16, double>, act<bfloat16, float16>, act<bfloat16, bfloat16>}
+
+// Returns null if there is none.
 inline Scale scale_of(int source, int target) {
-  static constexpr Scale table[4][4] = {
-      {scale<float, float>, scale<float, double>, scale<float, float16>, scale<float, bfloat16>},
-      {scale<double, float>, scale<double, double>, nullptr, nullptr},
-      {scale<float16, float>, scale<float16, double>, scale<float16, float16>, scale<float16, bfloat16>},
-      {scale<bfloat16, float>, scale<bfloat16, double>, scale<bfloat16, float16>, scale<bfloat16, bfloat16>},
-  };
+  static constexpr Scale table[4][4] = {RINGDP_FLOAT_PAIRS(scale)};
   return source < 4 && target < 4 ? table[source][target] : nullptr;
 }
 
-template <std::size_t size>
-bool same(void* out, const void* in, std::size_t count, double) {
-  copy_bytes(out, in, count * size);
-  return true;
+// The same for a copy, which need not look whether results are finite.
+inline Scale copy_of(int source, int target, double by) {
+  const Scale act = scale_of(source, target);
+  if (!act || source != target || by != 1) return act;
+  return source == 0 ? same<4> : source == 1 ? same<8> : same<2>;
 }
 
-template <std::size_t size>
-bool zero(void* out, const void*, std::size_t count, double) {
-  if (count) std::memset(out, 0, count * size);
-  return true;
+inline Scale zero_of(std::size_t size) {
+  return size == 1 ? zero<1> : size == 2 ? zero<2> : size == 4 ? zero<4> : zero<8>;
 }
 
 // Some adjacent elements to scale.
 struct Piece {
   Scale act;
-  std::byte* out;
-  const std::byte* in;
-  std::size_t out_size, in_size;  // bytes of an element
+  void* out;
+  const void* in;
   std::size_t elems;
 };
 
 // Returns whether all results are finite.
 inline bool scale_all(const std::vector<Piece>& pieces, double by, std::size_t threads) {
-  std::size_t all = 0;
-  bool parted = false;
-  for (const Piece& piece : pieces) all += piece.elems, parted |= piece.elems > kPart;
-  std::vector<Piece> parts;
-  threads = worth(all, threads);
-  parted &= threads > 1;
-  if (parted)
-    for (const Piece& p : pieces)
-      for (std::size_t i = 0; i < p.elems; i += kPart)
-        parts.push_back({p.act, p.out + i * p.out_size, p.in ? p.in + i * p.in_size : nullptr, p.out_size,
-                         p.in_size, std::min(kPart, p.elems - i)});
-  const std::vector<Piece>& shared = parted ? parts : pieces;
+  std::vector<std::size_t> lengths;
+  for (const Piece& piece : pieces) lengths.push_back(piece.elems);
+  const auto parts = parts_of(lengths);
   std::atomic<bool> finite{true};
-  share(shared.size(), threads, [&](std::size_t i) {
-    const Piece& p = shared[i];
-    if (!p.act(p.out, p.in, p.elems, by)) finite.store(false, std::memory_order_relaxed);  // see `share`
+  share(parts, threads, [&](std::size_t i) {
+    const Piece& p = pieces[parts[i].array];
+    // relaxed: as in `share`
+    if (!p.act(p.out, p.in, parts[i].first, parts[i].elems, by)) finite.store(false, std::memory_order_relaxed);
   });
   return finite.load();
 }

@@ -29,7 +29,7 @@ RINGDP_CLONES inline void stochastic_block(bfloat16* out, const float* x, std::s
 
 inline void stochastic_round(bfloat16* out, const float* x, std::size_t elems, const Hash& hash,
                              std::size_t threads) {
-  share_parts(elems, threads, [=](std::size_t first, std::size_t count) {
+  share(elems, threads, [=](std::size_t first, std::size_t count) {
     Hash own = hash;
     own[0] += std::uint32_t(first);
     stochastic_block(out + first, x + first, count, own);

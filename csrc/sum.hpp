@@ -59,16 +59,9 @@ void sum_block(void* out, const void* const* in, std::size_t n, std::size_t firs
 
 using Sum = void (*)(void* out, const void* const* in, std::size_t n, std::size_t first, std::size_t count);
 
-// As `scale_of`, and also from an integer dtype to itself.
+// Returns null if there is none: float dtypes are as in csrc/scale.hpp, an integer stays what it is.
 inline Sum sum_of(int source, int target) {
-  static constexpr Sum floats[4][4] = {
-      {sum_block<float, float>, sum_block<float, double>, sum_block<float, float16>, sum_block<float, bfloat16>},
-      {sum_block<double, float>, sum_block<double, double>, nullptr, nullptr},
-      {sum_block<float16, float>, sum_block<float16, double>, sum_block<float16, float16>,
-       sum_block<float16, bfloat16>},
-      {sum_block<bfloat16, float>, sum_block<bfloat16, double>, sum_block<bfloat16, float16>,
-       sum_block<bfloat16, bfloat16>},
-  };
+  static constexpr Sum floats[4][4] = {RINGDP_FLOAT_PAIRS(sum_block)};
   if (source < 4 && target < 4) return floats[source][target];
   if (source != target) return nullptr;
 #define RINGDP_SUM(name, T) \
@@ -83,7 +76,7 @@ inline Sum sum_of(int source, int target) {
 
 inline void sum_all(Sum act, void* out, const std::vector<const void*>& in, std::size_t elems,
                     std::size_t threads) {
-  share_parts(elems, threads, [&](std::size_t first, std::size_t count) {
+  share(elems, threads, [&](std::size_t first, std::size_t count) {
     const std::size_t end = first + count;
     for (std::size_t at = first; at < end; at += kSumBlock)
       act(out, in.data(), in.size(), at, std::min(kSumBlock, end - at));

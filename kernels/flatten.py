@@ -22,7 +22,7 @@ from .address import check_storage
 from .copying import copy
 from .precision import check_scale, scaled_copy
 from .repeats import Repeats
-from .spans import by_layout, check, gaps
+from .spans import check, gaps
 
 _repeats = Repeats()
 
@@ -44,12 +44,11 @@ def flatten(
     check(tensors, out, offsets, "out")
     for dtype in {x.dtype for x in tensors}:
         check_scale(scale, dtype, out.dtype)
-    dense, strided = by_layout(tensors, offsets)
-    check_storage(*strided.tensors)
-    if host.flatten(dense.tensors, out, dense.offsets, scale, torch.get_num_threads()):
-        _copy_torch(strided.tensors, out, scale, strided.offsets)
+    check_storage(out, *tensors)
+    dense = [x.contiguous() for x in tensors]
+    if host.flatten(dense, out, offsets, scale, torch.get_num_threads()):
+        increment_version(out)
     else:
-        check_storage(out, *dense.tensors)
         flatten_torch(tensors, out, scale, offsets)
 
 
@@ -59,13 +58,6 @@ def flatten_torch(
 ) -> None:
     for first, last in gaps([x.numel() for x in tensors], offsets, len(out)):
         out[first:last].zero_()
-    _copy_torch(tensors, out, scale, offsets)
-
-
-@torch.no_grad()
-def _copy_torch(
-    tensors: Sequence[Tensor], out: Tensor, scale: float, offsets: Sequence[int]
-) -> None:
     for x, offset in zip(tensors, offsets, strict=True):
         scaled_copy(x, out.narrow(0, offset, x.numel()).view(x.shape), scale)
 

@@ -20,3 +20,5 @@ class Repeats(_core.Repeats):
     def __init__(self) -> None:
         table = Tensor.__dlpack_c_exchange_api__
         super().__init__(table, Tensor, torch.nn.Parameter, KEPT, KEPT_BYTES)
+        # torch.compile calls C++'s methods without the object, but not what the object has.
+        self.again, self.keep = super().again, super().keep  # type: ignore[method-assign]

@@ -89,21 +89,6 @@ def gaps(sizes: Sequence[int], offsets: Sequence[int], elems: int) -> list[tuple
     return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
 
 
-class Placed(NamedTuple):
-    tensors: list[Tensor]
-    offsets: list[int]
-
-
-def by_layout(tensors: Sequence[Tensor], offsets: Sequence[int]) -> tuple[Placed, Placed]:
-    """Return the contiguous tensors and the others, for which C++ needs torch."""
-    dense, strided = Placed([], []), Placed([], [])
-    for x, offset in zip(tensors, offsets, strict=True):
-        placed = dense if x.is_contiguous() else strided
-        placed.tensors.append(x)
-        placed.offsets.append(offset)
-    return dense, strided
-
-
 def check(tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int], name: str) -> None:
     """Raise ValueError unless `flat`, which the user calls `name`, is 1-D and contiguous, and each
     tensor has its place in it."""

@@ -53,8 +53,11 @@ def stochastic_round(x: Tensor, out: Tensor, *, seed: int, offset: int = 0) -> N
     one = valid and offset % HALF + x.numel() <= HALF
     if one and x.is_cuda and _repeats.again(tensors, None, late(keys(seed), offset)):
         return
-    if one and not x.is_cuda and stochastic_round_cpp(x, out, keys(seed), offset):
-        return
+    if one and not x.is_cuda:
+        hashed = (*late(keys(seed), offset), FIRST, SECOND)
+        if host.stochastic_round(x, out, hashed, torch.get_num_threads()):
+            increment_version(out)
+            return
     for name, tensor, dtype in (("x", x, torch.float32), ("out", out, torch.bfloat16)):
         if tensor.dim() != 1 or tensor.dtype != dtype or not tensor.is_contiguous():
             raise ValueError(
@@ -88,16 +91,6 @@ def keys(seed: int) -> tuple[int, int]:
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB % (1 << 64)
     z ^= z >> 31
     return z >> 32, z & 0xFFFFFFFF
-
-
-def stochastic_round_cpp(x: Tensor, out: Tensor, key: tuple[int, int], offset: int) -> bool:
-    """By csrc/stochastic.hpp, for places of one upper half. Returns False, and does nothing, if it
-    cannot."""
-    hash_of = (*late(key, offset), FIRST, SECOND)
-    done = host.stochastic_round(x, out, hash_of, torch.get_num_threads())
-    if done:
-        increment_version(out)
-    return done
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from .address import check_storage
 from .copying import copy
 from .precision import check_scale, scaled_copy
 from .repeats import Repeats
-from .spans import by_layout, check
+from .spans import check
 
 _repeats = Repeats()
 
@@ -42,14 +42,17 @@ def unflatten(
     check(tensors, flat, offsets, "flat")
     for dtype in {x.dtype for x in tensors}:
         check_scale(scale, flat.dtype, dtype)
-    dense, strided = by_layout(tensors, offsets)
-    check_storage(*strided.tensors)
-    if host.unflatten(flat, dense.tensors, dense.offsets, scale, torch.get_num_threads()):
-        increment_version(dense.tensors)
-        unflatten_torch(flat, strided.tensors, scale, strided.offsets)
-    else:
-        check_storage(flat, *dense.tensors)
+    check_storage(flat, *tensors)
+    dense = [x if x.is_contiguous() else empty(x) for x in tensors]
+    if not host.unflatten(flat, dense, offsets, scale, torch.get_num_threads()):
         unflatten_torch(flat, tensors, scale, offsets)
+        return
+    with torch.no_grad():
+        for x, filled in zip(tensors, dense, strict=True):
+            if x is filled:
+                increment_version(x)
+            else:
+                x.copy_(filled)
 
 
 @torch.no_grad()
@@ -65,8 +68,13 @@ def unflatten_triton(
 ) -> None:
     if copy(tensors, flat, scale, offsets, "flat", into_flat=False, repeats=_repeats):
         return
-    dense = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
+    dense = [empty(x) for x in tensors]
     unflatten_triton(flat, dense, scale, offsets)
     with torch.no_grad():
         for x, filled in zip(tensors, dense, strict=True):
             x.copy_(filled)
+
+
+def empty(like: Tensor) -> Tensor:
+    """A contiguous tensor of the same shape."""
+    return torch.empty_like(like, memory_format=torch.contiguous_format)

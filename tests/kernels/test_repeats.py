@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from ringdp.kernels import adamw, flatten, fold, stochastic_round, unflatten, unscale
+from ringdp.kernels.fold import fold_triton
 from ringdp.kernels.jit import Kernel
 from ringdp.kernels.norm import squared_norm_triton
+from ringdp.kernels.repeats import Repeats
 from tests.kernels.conftest import KERNELS
 from tests.kernels.dispatch import Dispatch
 from tests.kernels.driver import forget_calls
@@ -96,6 +98,26 @@ def test_a_repeated_call_makes_the_same_launch(
         worked_out, again, other = (x[:1] + x[2:] for x in (worked_out, again, other))
     assert again == worked_out
     assert (other == again) == (first == second)
+
+
+def test_compiled_code_launches_and_repeats(
+    dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch.compile would not believe that a CPU tensor is a GPU's, as `fold` does here."""
+    replace_kernel(dispatch, "fold")
+    repeats, again = Repeats(), list[bool]()
+
+    @torch.compile(backend="eager")
+    def folded() -> bool:
+        if repeats.again([PARTS, FLAT], [0], ()):
+            return True
+        repeats.keep([PARTS, FLAT], [0], fold_triton(PARTS, FLAT, torch.float32))
+        return False
+
+    for _ in range(3):
+        again.append(folded())
+    assert again == [False, True, True]
+    assert len(dispatch.launched) == 3
 
 
 @for_every_kernel
