@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 from ctypes import CDLL, c_void_p, cast
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,11 +26,15 @@ unflatten = _kernels.unflatten
 unscale = _kernels.unscale
 
 
-def _address(function: Any) -> int:
-    return cast(function, c_void_p).value or 0
+def _openmp() -> tuple[int, int]:
+    """Addresses in the OpenMP library that torch calls: a preloaded one, or that which it is linked
+    to. (0, 0) if torch has none."""
+    for library in (CDLL(None), CDLL(torch._C.__file__)):
+        with suppress(AttributeError):
+            functions = library.GOMP_parallel, library.omp_get_thread_num
+            parallel, thread = (cast(f, c_void_p).value or 0 for f in functions)
+            return parallel, thread
+    return 0, 0
 
 
-# A library's symbols include those of the libraries that it is linked to.
-_torch = CDLL(torch._C.__file__)
-with suppress(AttributeError):  # of a torch without OpenMP
-    _core.use_openmp(_address(_torch.GOMP_parallel), _address(_torch.omp_get_thread_num))
+_core.use_openmp(*_openmp())

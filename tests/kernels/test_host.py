@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -309,3 +311,34 @@ def test_a_forked_child_works_on_one_thread() -> None:
         signal.alarm(20)
         os._exit(0 if host.flatten([x], out, [0], 3.0, THREADS) and out[-1].item() == 3 else 1)
     assert os.waitpid(pid, 0)[1] == 0
+
+
+OPENMP = """
+#include <stdio.h>
+void GOMP_parallel(void (*act)(void*), void* data, unsigned threads, unsigned flags) {
+  printf("%u threads asked for\\n", threads);
+  act(data);
+}
+int omp_get_thread_num(void) { return 0; }
+"""
+
+
+def test_a_preloaded_openmp_is_used_as_by_torch(tmp_path: Path) -> None:
+    """Some preload Intel's. This one has one thread only, which does all the work."""
+    library = tmp_path / "openmp.so"
+    compiler = [os.environ.get("CXX", "g++"), "-x", "c", "-", "-shared", "-fPIC", "-o", library]
+    subprocess.run(compiler, input=OPENMP, encoding="utf-8", check=True)
+    code = (
+        "import torch; from ringdp.kernels import host; "
+        f"x, out = torch.ones({MANY}), torch.zeros({MANY}); "
+        f"print(host.flatten([x], out, [0], 2.0, {THREADS}), (out == 2).all().item())"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"LD_PRELOAD": str(library)},
+        capture_output=True,
+        encoding="utf-8",
+        check=True,
+    )
+    assert f"{THREADS} threads asked for" in found.stdout
+    assert "True True" in found.stdout
