@@ -33,7 +33,7 @@ class Rank {
     const std::int64_t bounds[] = {0, n / 2, n};
     auto* const whole = reinterpret_cast<std::byte*>(data.data());
     const Exchange what{Collective::all_reduce, bounds, whole, nullptr};
-    const auto ticket = core_.dash({what, dtype(code, 0), number_++, 0, n, kNowhere});
+    const auto ticket = core_.run_brief({what, dtype(code, 0), number_++, 0, n, kNowhere});
     while (!core_.wait(ticket, 1)) {
     }
   }

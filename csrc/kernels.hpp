@@ -26,7 +26,7 @@ namespace ringdp {
 
 class Kernels {
  public:
-  Kernels(nb::handle table, nb::handle tensor, nb::handle parameter) : tensors_(table, tensor, parameter) {}
+  Kernels(nb::handle table, nb::handle tensor, nb::handle parameter) : tensors_(table, tensor, parameter, 4096) {}
 
   // Copies tensors times `scale` to their places in `out`, and zeros the rest.
   bool flatten(nb::handle tensors, nb::handle out, nb::handle offsets, nb::handle scale, std::size_t threads) {

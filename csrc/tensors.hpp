@@ -14,7 +14,6 @@
 
 #include <nanobind/nanobind.h>
 
-#include <array>
 #include <cstdint>
 #include <optional>
 #include <vector>
@@ -63,9 +62,10 @@ struct PlainRows {
 class Tensors {
  public:
   // `table`: the capsule that the tensor class carries. Only tensors of exactly these two classes are read.
-  Tensors(nb::handle table, nb::handle tensor, nb::handle parameter)
+  // `checked`: how many are remembered, a power of two; one may replace another earlier.
+  Tensors(nb::handle table, nb::handle tensor, nb::handle parameter, std::size_t checked = 64)
       : exchange_(static_cast<const DlExchange*>(PyCapsule_GetPointer(table.ptr(), "dlpack_exchange_api"))),
-        tensor_(tensor), parameter_(parameter) {
+        tensor_(tensor), parameter_(parameter), checked_(checked) {
     while (exchange_ && exchange_->version.major > 1) exchange_ = exchange_->older;
     PyErr_Clear();
   }
@@ -148,8 +148,6 @@ class Tensors {
     const std::byte* data;
     std::size_t bytes;
   };
-  static constexpr std::size_t kChecked = 1024;  // cached tensors; a collision replaces
-
   static constexpr std::int32_t kCpu = 1;
 
   static int code(const DlTensor& t) {
@@ -173,7 +171,8 @@ class Tensors {
   // Checks what DLPack does not say: the tensor is not lazily negated and lies inside its storage. See
   // Note [checked once].
   bool trusted(nb::handle tensor, const Plain& seen) {
-    Checked& checked = checked_[reinterpret_cast<std::uintptr_t>(tensor.ptr()) / 16 % kChecked];
+    const auto hash = reinterpret_cast<std::uintptr_t>(tensor.ptr()) * 0x9e3779b97f4a7c15 >> 32;
+    Checked& checked = checked_[hash & (checked_.size() - 1)];
     const bool known = checked.tensor.is(tensor) && checked.data == seen.data && seen.bytes <= checked.bytes;
     const bool maybe_imaginary = seen.elements == 1 && seen.dtype <= 2;
     if (known && !maybe_imaginary) return true;
@@ -197,7 +196,7 @@ class Tensors {
 
   const DlExchange* exchange_;
   nb::handle tensor_, parameter_;  // torch keeps them alive
-  std::array<Checked, kChecked> checked_{};
+  std::vector<Checked> checked_;
 };
 
 }  // namespace ringdp
