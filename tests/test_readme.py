@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench import readme
 from ringdp.cli.main import main
@@ -58,6 +59,16 @@ def test_the_drawing_example_prints_rounds_and_rows(capsys: pytest.CaptureFixtur
     output = capsys.readouterr().out
     assert "round 5:" in output
     assert "recv_reduce_copy_send" in output
+
+
+def test_the_kernel_example_adds_rows_in_their_order():
+    (block,) = [b for b in BLOCKS if "fold(" in b]
+    names: dict[str, torch.Tensor] = {}
+    exec(block, names)
+    want = names["parts"][0].clone()
+    for row in names["parts"][1:]:
+        want += row
+    assert torch.equal(names["out"], want)
 
 
 def test_the_custom_algorithm_example_is_proved_and_replayed(
