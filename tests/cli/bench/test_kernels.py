@@ -89,7 +89,7 @@ def test_a_size_that_does_not_fit_loses_only_its_own_rows(
         return lambda: None
 
     monkeypatch.setattr(bench, "CASES", {"fold": Case(1, lambda *_: {OURS: lambda: None})})
-    monkeypatch.setattr(bench, "_copy", copy)
+    monkeypatch.setattr(bench, "copy_of", copy)
     file = tmp_path / "rows.json"
     arguments = ["--min", "1K", "--max", "4K", "--rounds", "1", "--json", str(file)]
     assert main(["bench", "kernels", *arguments]) == 1
@@ -125,7 +125,7 @@ def test_implementations_take_turns() -> None:
 
 def test_the_copy_moves_as_many_bytes_as_the_kernel() -> None:
     for moves, elems in ((1, 64), (1.5, 64), (9, 64), (1, 1)):
-        copied = bench._copy(moves, elems, torch.device("cpu"))()
+        copied = bench.copy_of(moves, elems, torch.device("cpu"))()
         assert isinstance(copied, torch.Tensor)
         assert 2 * copied.nbytes == max(8, 4 * moves * elems)
     (row,) = bench._rows("flatten", 64 << 20, {COPY: [0.25], OURS: [0.5]})
