@@ -1,6 +1,6 @@
 """Times the kernels in other launch shapes than their own: is their own still the fastest?
 
-    python -m bench.shapes [KERNEL ...] [--json F] [--rounds N]    # on a GPU: all in two minutes
+    python -m bench.shapes [KERNEL ...] [--json F] [--rounds N]    # on a GPU; all, if none is named
 
 A shape is what a kernel's constants and the compiler's options say: elements of a program, threads,
 programs, registers. For each one the kernel's module is loaded anew and its constants are replaced.

@@ -30,7 +30,8 @@ def bytes_text(size: int) -> str:
 
 
 def cpu_kernels() -> str:
-    """From `ringdp bench kernels` on a machine without a GPU."""
+    """From `ringdp bench kernels --min 4K --max 64M --factor 16 --rounds 20 --json
+    bench/results/kernels.json` on a machine without a GPU."""
     found = load("kernels")
     rows = [Kernel(**row) for row in found["rows"]]
     sizes = sorted({row.size for row in rows})

@@ -59,10 +59,10 @@ class Kernels {
     const auto rows = tensors_.plain_rows(parts);
     const auto to = vector(out);
     if (!rows || !to || !rows->rows || to->elements != rows->elements) return false;
-    const Sum act = sum_of(rows->dtype, to->dtype);
+    const auto act = sum_of(rows->dtype, to->dtype);
     if (!act) return false;
-    std::vector<const void*> in;
-    const auto size = dtype(rows->dtype, 0).size;
+    std::vector<const std::byte*> in;
+    const auto size = act->in_size;
     for (std::int64_t r = 0; r < rows->rows; ++r) {
       const Plain row{rows->data + r * rows->stride * size, rows->dtype, 1, rows->elements, rows->elements * size};
       if (spoils(*to, row)) return false;
@@ -77,7 +77,7 @@ class Kernels {
       in.insert(in.begin() + place, mine->data);
     }
     nb::gil_scoped_release free;
-    sum_all(act, to->data, in, std::size_t(to->elements), threads);
+    sum_all(*act, to->data, in, std::size_t(to->elements), threads);
     return true;
   }
 

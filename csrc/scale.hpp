@@ -62,17 +62,15 @@ bool zero(void* out, const void*, std::size_t first, std::size_t count, double) 
   return true;
 }
 
-// A table's rows by the source's dtype, and columns by the target's, in the order of transport.base.DTYPES.
-// From float64 to 16 bits there is nothing, as it would round twice.
-#define RINGDP_FLOAT_PAIRS(act)                                                             \
-  {act<float, float>, act<float, double>, act<float, float16>, act<float, bfloat16>},       \
-  {act<double, float>, act<double, double>, nullptr, nullptr},                              \
-  {act<float16, float>, act<float16, double>, act<float16, float16>, act<float16, bfloat16>}, \
-  {act<bfloat16, float>, act<bfloat16, double>, act<bfloat16, float16>, act<bfloat16, bfloat16>}
-
-// Returns null if there is none.
+// Dtypes are indices of transport.base.DTYPES. Returns null if it is no such pair: float64 to 16 bits would round
+// twice.
 inline Scale scale_of(int source, int target) {
-  static constexpr Scale table[4][4] = {RINGDP_FLOAT_PAIRS(scale)};
+  static constexpr Scale table[4][4] = {
+      {scale<float, float>, scale<float, double>, scale<float, float16>, scale<float, bfloat16>},
+      {scale<double, float>, scale<double, double>, nullptr, nullptr},
+      {scale<float16, float>, scale<float16, double>, scale<float16, float16>, scale<float16, bfloat16>},
+      {scale<bfloat16, float>, scale<bfloat16, double>, scale<bfloat16, float16>, scale<bfloat16, bfloat16>},
+  };
   return source < 4 && target < 4 ? table[source][target] : nullptr;
 }
 

@@ -80,7 +80,11 @@ def fold(parts: Tensor, out: Tensor, own: Tensor | None = None, at: int = 0) -> 
     wide = target if whole else wide_dtype(source, target)
     if out.is_cuda:
         _repeats.keep(tensors, [at], fold_triton(parts, out, wide, own, at))
-    elif not host.fold(parts, out, own, at, torch.get_num_threads()):  # unsigned, now signed
+    elif host.fold(
+        parts, out, own, at, torch.get_num_threads()
+    ):  # unsigned integers as signed ones
+        increment_version(out)
+    else:
         check_storage(*tensors)
         fold_torch(parts, out, wide, own, at)
 

@@ -278,6 +278,14 @@ def test_compiled_code_calls_squared_norm() -> None:
     assert torch.compile(squared_norm, backend="eager")([x]) == squared_norm([x]) == 140
 
 
+def test_unsigned_integers_are_folded_as_signed_ones() -> None:
+    parts, out = torch.full((3, 8), 30_000, dtype=torch.uint16), torch.zeros(8, dtype=torch.uint16)
+    before = out._version
+    fold(parts, out)
+    assert out.tolist() == [90_000 % 65_536] * 8
+    assert out._version > before
+
+
 @pytest.mark.parametrize("kernel", CALLS)
 def test_a_write_is_seen_by_autograd(kernel: str) -> None:
     x, out = torch.ones(8, requires_grad=True), output(kernel)
