@@ -90,8 +90,7 @@ class Pool:
         is in order of time, not of rank."""
         for pipe in self.pipes:
             pipe.send((*named(function), arguments))
-        results: dict[int, Any] = {}
-        order: list[int] = []
+        results: dict[int, tuple[float, Any]] = {}  # when the rank had it, by its clock
         deadline = time.monotonic() + self.timeout
         while len(results) < self.size:
             ready = wait(
@@ -101,21 +100,20 @@ class Pool:
             if not ready:
                 self.close()
                 missing = [r for r in range(self.size) if r not in results]
-                failed = [f"\n{results[r]}" for r in order if isinstance(results[r], RankError)]
+                failed = [f"\n{o}" for o in in_time(results) if isinstance(o, RankError)]
                 raise TimeoutError(
                     f"ranks {missing} did not answer in {self.timeout} s" + "".join(failed)
                 )
             for pipe in ready:
                 rank = self.pipes.index(pipe)  # type: ignore[arg-type]
-                order.append(rank)
                 try:
                     results[rank] = pipe.recv()  # type: ignore[union-attr]
                 except EOFError:
-                    results[rank] = None
+                    results[rank] = time.monotonic(), None
                     self.died.append(rank)
-        if any(isinstance(r, RankError) for r in results.values()):
-            return [results[r] for r in order]
-        return [results[r] for r in range(self.size)]
+        if any(isinstance(outcome, RankError) for _, outcome in results.values()):
+            return in_time(results)
+        return [results[r][1] for r in range(self.size)]
 
     @property
     def alive(self) -> bool:
@@ -125,6 +123,10 @@ class Pool:
         for process in self.processes:
             process.kill()
             process.join()
+
+
+def in_time(results: dict[int, tuple[float, Any]]) -> list[Any]:
+    return [results[r][1] for r in sorted(results, key=lambda r: results[r][0])]
 
 
 def on_ranks(
@@ -182,9 +184,11 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, timeout: float) ->
         try:
             faulthandler.dump_traceback_later(0.9 * timeout)  # shows where a hang is
             function = getattr(importlib.import_module(module), name)
-            pipe.send(function(comm, *arguments))
+            outcome = function(comm, *arguments)
+            pipe.send((time.monotonic(), outcome))
         except (Exception, pytest.fail.Exception) as e:
-            pipe.send(RankError(rank, type(e).__name__, traceback.format_exc()))
+            failed = time.monotonic()
+            pipe.send((failed, RankError(rank, type(e).__name__, traceback.format_exc())))
             comm.abort()  # otherwise the others would wait for this rank until their timeout
         finally:
             faulthandler.cancel_dump_traceback_later()

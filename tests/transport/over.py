@@ -17,19 +17,16 @@ from tests.forks import CALL_TIMEOUT
 
 def init_over(comm: Communicator, transport: str, timeout: float = CALL_TIMEOUT) -> Communicator:
     """A communicator over the transport. The pool's, `comm`, stays the default for the next
-    tests."""
+    tests, and is aborted together with it."""
     other = ringdp.init(transport=transport, timeout=timeout)
     rendezvous._world = comm
+    comm._children.add(other)
     return other
 
 
 def over(comm: Communicator, transport: str, function: Callable[..., Any], *arguments: Any) -> Any:
     other = init_over(comm, transport)
-    try:
-        result = function(other, *arguments)
-    except BaseException:
-        other.abort()  # otherwise the others would wait for this rank until their timeout
-        raise
+    result = function(other, *arguments)
     comm.barrier()  # otherwise a rank that is still in it would report this rank lost
     other.close()
     return result
