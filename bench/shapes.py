@@ -43,7 +43,7 @@ class Shape(NamedTuple):
 
 
 class Case(NamedTuple):
-    module: str
+    module: str  # of ringdp.kernels, or bench
     kernel: str  # the name in the module
     call: Callable[[ModuleType, int, torch.device], Callable[[], Tensor]]  # for so many elements
     shapes: list[Shape]  # beside its own
@@ -53,6 +53,15 @@ def norm(of: torch.dtype) -> Callable[[ModuleType, int, torch.device], Callable[
     def call(module: ModuleType, elems: int, device: torch.device) -> Callable[[], Tensor]:
         x = torch.ones(elems * 4 // of.itemsize, dtype=of, device=device)
         return lambda: module.squared_norm_triton([x])
+
+    return call
+
+
+def pipelined(of: torch.dtype) -> Callable[[ModuleType, int, torch.device], Callable[[], Tensor]]:
+    def call(module: ModuleType, elems: int, device: torch.device) -> Callable[[], Tensor]:
+        x = torch.ones(elems * 4 // of.itemsize, dtype=of, device=device)
+        norm: Callable[[], Tensor] = module.PipelinedNorm(x)
+        return norm
 
     return call
 
@@ -128,16 +137,45 @@ NORMS = [
     Shape({"PROGRAMS": 528, "BLOCK": 4096}, {"maxnreg": 64}),
     Shape({"PROGRAMS": 264, "THREADS": 512}, {"num_warps": 16, "maxnreg": 64}),
 ]
+# A program holds STAGES - 1 chunks in shared memory, of which an H200's multiprocessor has 227 KiB. So
+# this, too, bounds how many programs are resident at once.
+PIPELINED = [
+    Shape({"STAGES": 1}),
+    Shape({"STAGES": 2}),
+    Shape({"STAGES": 4, "PROGRAMS": 528}),
+    Shape({"PROGRAMS": 528}),
+    Shape({"PROGRAMS": 396}),
+    Shape({"BLOCK": 8192, "STAGES": 1}),
+    Shape({"BLOCK": 8192, "STAGES": 2}),
+    Shape({"BLOCK": 8192, "PROGRAMS": 396}),
+    Shape({"BLOCK": 2048, "STAGES": 5}),
+    Shape({"THREADS": 128, "BLOCK": 1024, "STAGES": 8}, {"num_warps": 4}),
+    Shape({"THREADS": 128, "BLOCK": 2048, "STAGES": 4, "PROGRAMS": 1056}, {"num_warps": 4}),
+    Shape({"THREADS": 512, "BLOCK": 8192, "PROGRAMS": 396}, {"num_warps": 16}),
+]
+KERNELS = "ringdp.kernels"
+F32, BF16 = torch.float32, torch.bfloat16
 SWEEPS: dict[str, Case] = {
-    "squared_norm": Case("norm", "squared_norm_kernel", norm(torch.float32), NORMS),
-    "squared_norm of bfloat16": Case("norm", "squared_norm_kernel", norm(torch.bfloat16), NORMS),
-    "flatten": Case(
-        "copying", "copy_kernel", flatten, [Shape({"CHUNK": n << 10}) for n in (2, 8, 16)]
+    "squared_norm": Case(f"{KERNELS}.norm", "squared_norm_kernel", norm(F32), NORMS),
+    "squared_norm of bfloat16": Case(f"{KERNELS}.norm", "squared_norm_kernel", norm(BF16), NORMS),
+    "squared_norm pipelined": Case(
+        "bench.pipelined", "pipelined_norm_kernel", pipelined(F32), PIPELINED
     ),
-    "unscale": Case("unscale", "unscale_kernel", unscale, BLOCKS),
-    "stochastic_round": Case("stochastic", "stochastic_round_kernel", stochastic, BLOCKS),
-    "fold": Case("fold", "fold_kernel", fold, BLOCKS),
-    "adamw": Case("adamw", "adamw_kernel", adamw, BLOCKS),
+    "squared_norm of bfloat16 pipelined": Case(
+        "bench.pipelined", "pipelined_norm_kernel", pipelined(BF16), PIPELINED
+    ),
+    "flatten": Case(
+        f"{KERNELS}.copying",
+        "copy_kernel",
+        flatten,
+        [Shape({"CHUNK": n << 10}) for n in (2, 8, 16)],
+    ),
+    "unscale": Case(f"{KERNELS}.unscale", "unscale_kernel", unscale, BLOCKS),
+    "stochastic_round": Case(
+        f"{KERNELS}.stochastic", "stochastic_round_kernel", stochastic, BLOCKS
+    ),
+    "fold": Case(f"{KERNELS}.fold", "fold_kernel", fold, BLOCKS),
+    "adamw": Case(f"{KERNELS}.adamw", "adamw_kernel", adamw, BLOCKS),
 }
 
 
@@ -154,7 +192,7 @@ class Row:
 
 def shaped(case: Case, shape: Shape) -> ModuleType:
     """The kernel's module, loaded anew, in this shape."""
-    spec = importlib.util.find_spec(f"ringdp.kernels.{case.module}")
+    spec = importlib.util.find_spec(case.module)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
