@@ -137,7 +137,7 @@ NORMS = [
     Shape({"PROGRAMS": 528, "BLOCK": 4096}, {"maxnreg": 64}),
     Shape({"PROGRAMS": 264, "THREADS": 512}, {"num_warps": 16, "maxnreg": 64}),
 ]
-# A program holds STAGES - 1 chunks in shared memory, of which an H200's multiprocessor has 227 KiB. So
+# A program holds STAGES - 1 chunks in shared memory, of which an H200's multiprocessor has 227 KiB:
 # this, too, bounds how many programs are resident at once.
 PIPELINED = [
     Shape({"STAGES": 1}),

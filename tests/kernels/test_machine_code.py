@@ -198,9 +198,10 @@ def test_squared_norm(source: torch.dtype, arch: int, tmp_path: Path) -> None:
     assert count_128(code, "LDG") == NORM_BLOCK // THREADS * source.itemsize // 16
     assert not spills(code)
     # registers are allocated in eights, from a multiprocessor's 65536
-    given = -(-code.registers // 8) * 8
-    # all programs are resident at once
-    assert PROGRAMS // 132 * THREADS * given <= 65536 or arch == 80
+    resident = 65536 // (-(-code.registers // 8) * 8 * THREADS)
+    # the comment on PROGRAMS says which ones are not all resident at once
+    late = arch == 80 or (triton.__version__ >= "3.9" and arch == 90 and source == BF16)
+    assert resident >= PROGRAMS // 132 - late
     # Threads' sums are combined once, and the programs' at two places: no shuffles in the loop over
     # chunks. Up to 8 more count the missing ones [3 or 8 in Triton 3.6 and 3.7].
     assert 0 <= len(re.findall(r"\bshfl\.sync", code.ptx)) - 3 * 2 * (5 + 3) <= 8
