@@ -20,7 +20,7 @@ from ringdp.comm.guard import Guard
 from ringdp.comm.messages import Messages
 from ringdp.comm.moves import Moves
 from ringdp.comm.reductions import Reductions
-from ringdp.comm.traced import Traced
+from ringdp.comm.traced import CommTracer, Named
 from ringdp.comm.work import Group, Work
 from ringdp.errors import UsageError
 from ringdp.tape import recorder
@@ -34,7 +34,7 @@ Connect = Callable[[str, Sequence[int], float, Transport | None], Transport]
 
 
 @uncompiled
-class Communicator(Reductions, Moves, Messages, Traced):
+class Communicator(Reductions, Moves, Messages, Named):
     """A group of `size` ranks, of which this process is `rank`. `ringdp.init()` makes one.
 
     `ringdp.comm.job` documents what its collectives take and raise, and `ringdp.comm.reductions`
@@ -67,7 +67,7 @@ class Communicator(Reductions, Moves, Messages, Traced):
             heap.keep()
         self.set_timeout(timeout)
         self._children = Living[Communicator]()
-        recorder.join(self)
+        recorder.join(self, CommTracer)
 
     @property
     def device(self) -> torch.device:

@@ -1,8 +1,8 @@
 """Traces a communicator: its collectives, chunk by chunk where possible, and the waits for them.
 
 Over shared memory csrc keeps a tape of when every row and tile was done. The other transports are
-traced from outside, from call to result. Both give the entries of `transport.tape`, which `Records`
-turns into spans and facts at the end.
+traced from outside, from call to result. Both give the entries of `transport.tape`, which
+`CommTracer` turns into spans and facts at the end.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ringdp.comm.programs import Origin, origin_of
 from ringdp.comm.work import Work
 from ringdp.errors import CommunicationError, UsageError
 from ringdp.schedule import Program
-from ringdp.tape.recorder import Args, Recorder, Span
+from ringdp.tape.recorder import Args, Recorder, Span, Tracer
 from ringdp.transport.base import Prepared
 from ringdp.transport.records import Call
 from ringdp.transport.tape import ENTRIES, Chunk, Ran, Tape, Waited, read
@@ -29,8 +29,8 @@ Entry = Chunk | Ran | Waited
 MOST_BYTES = 64 << 20  # of one communicator's tape: a million chunks; more are dropped
 
 
-class Traced(Issuer):
-    """A Communicator as a `tape.recorder.Source`, and its name in traces."""
+class Named(Issuer):
+    """A Communicator's name, in traces and elsewhere."""
 
     _name: str
     _ranks: Sequence[int]
@@ -53,19 +53,6 @@ class Traced(Issuer):
     def _kind(self) -> str:
         """The transport's name."""
         return type(self._transport).__name__.removesuffix("Transport").lower()
-
-    def tape_on(self, recorder: Recorder) -> None:
-        tape = self._transport.tape
-        self._records = Records(self, recorder)
-        self._observer = CallObserver(self) if tape is None else TapeObserver(tape)
-
-    def tape_drain(self) -> None:
-        self._observer.drain()
-
-    def tape_off(self) -> None:
-        entries, lost = self._observer.end()
-        self._records.write(entries, lost)
-        del self._observer, self._records
 
 
 class TapeObserver:
@@ -102,7 +89,7 @@ class CallObserver:
     once it is called and the previous one has ended. Meanwhile the communicator's `_run` is ours.
     """
 
-    def __init__(self, comm: Traced) -> None:
+    def __init__(self, comm: Named) -> None:
         self._comm, self._run = comm, comm._run
         self._entries: list[Ran | Waited] = []
         self._programs: set[Program] = set()  # kept alive: `origin_of` needs them at the end
@@ -163,14 +150,19 @@ class CallObserver:
         return work
 
 
-class Records:
-    """Writes a communicator's entries to a trace, as spans and facts."""
+class CommTracer(Tracer):
+    """Writes what a communicator does to a trace, as spans and facts."""
 
-    def __init__(self, comm: Traced, recorder: Recorder) -> None:
-        self._comm, self._recorder = comm, recorder
+    def __init__(self, comm: Named, recorder: Recorder) -> None:
+        self._comm, self._recorder, tape = comm, recorder, comm._transport.tape
+        self._observer = CallObserver(comm) if tape is None else TapeObserver(tape)
 
-    def write(self, entries: Iterable[Entry], lost: int) -> None:
-        entries = list(entries)
+    def drain(self) -> None:
+        self._observer.drain()
+
+    def end(self) -> None:
+        found, lost = self._observer.end()
+        entries = list(found)
         calls = [entry for entry in entries if isinstance(entry, Ran)]
         origins = {call.number: origin_of(call.rows) for call in calls}
         names = {call.ticket: named(call.number, call.kind) for call in calls}

@@ -39,14 +39,13 @@ from ringdp.parallel.optimizer import state as optim_state
 from ringdp.parallel.precision import Precision
 from ringdp.parallel.reducing import Reducing
 from ringdp.parallel.stages import Keep, Stage
-from ringdp.parallel.tracing.patching import Traced
 from ringdp.parallel.unit import FlatUnit, State
 from ringdp.parallel.values.inputs import cast_at, move_inputs
 from ringdp.parallel.values.outputs import UnitOutputs
 from ringdp.tape import recorder
 
 
-class Engine(Traced):
+class Engine:
     """Shards one model's parameters and gradients as its stage says. Created by `shard`."""
 
     def __init__(

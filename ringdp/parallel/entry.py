@@ -24,6 +24,7 @@ from ringdp.parallel.stages import Stage, stage_of
 from ringdp.parallel.tracing.engine import EngineTracer
 from ringdp.parallel.unit import FlatUnit
 from ringdp.parallel.units import UnitSpec, find_units
+from ringdp.tape import recorder
 
 
 def shard(
@@ -106,7 +107,7 @@ def shard(
         prefetch_bytes=prefetch_bytes if overlap else 0,
         overlap=overlap,
     )
-    engine.trace_by(EngineTracer)
+    recorder.join(engine, EngineTracer)
     copies.mark(model)
     return engine
 

@@ -1,4 +1,4 @@
-"""One process's spans and counters while a trace runs, and the sources that report them.
+"""One process's spans and counters while a trace runs, and the tracers that report them.
 
 Times are ns of CLOCK_MONOTONIC, which all processes of a host share, and which csrc uses too.
 """
@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from time import monotonic_ns
-from typing import Any, NamedTuple, Protocol
-from weakref import WeakSet
+from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 DRAIN_EVERY = 0.05  # s: tapes have a fixed size and must not overflow
 Args = dict[str, Any]
+T = TypeVar("T")
 
 
 class Span(NamedTuple):
@@ -34,18 +36,14 @@ class Counter(NamedTuple):
     values: dict[str, int]
 
 
-class Source(Protocol):
-    """An object that reports what it does. It records between `tape_on` and `tape_off`."""
+class Tracer:
+    """Reports what one object does in one trace. It is made when it is to begin."""
 
-    def tape_on(self, recorder: Recorder) -> None: ...
-
-    def tape_drain(self) -> None:
+    def drain(self) -> None:
         """Hand over what there is. Called periodically by a thread; must be quick."""
-        ...
 
-    def tape_off(self) -> None:
-        """Hand over the rest. Called once for every `tape_on`."""
-        ...
+    def end(self) -> None:
+        """Hand over the rest, and record no more. Called once."""
 
 
 class Recorder:
@@ -86,34 +84,30 @@ class Recorder:
         self.facts.setdefault(kind, []).append(fact)
 
 
-_sources: WeakSet[Source] = WeakSet()
-_asked = set[Source]()  # that record; kept alive until they have handed over everything
+# What takes part in traces, and what makes its tracer.
+_traced: WeakKeyDictionary[Any, Callable[[Any, Recorder], Tracer]] = WeakKeyDictionary()
+_tracers = dict[Any, Tracer]()  # of what is traced now, and kept alive until its tracer has ended
 _recording: Recorder | None = None
 _drains: threading.Thread | None = None
 _over = threading.Event()  # tells the draining thread to end
 _changing = threading.RLock()
 
 
-def join(source: Source) -> None:
-    """Let this source take part in traces: in one that is running, and in later ones."""
+def join(traced: T, tracer: Callable[[T, Recorder], Tracer]) -> None:
+    """Trace this object, by `tracer(traced, recorder)`, in a trace that is running, and in later
+    ones."""
     with _changing:
-        _sources.add(source)
+        _traced[traced] = tracer
         if _recording is not None:
-            _ask(source, _recording)
+            _tracers[traced] = tracer(traced, _recording)
 
 
-def leave(source: Source) -> None:
-    """Remove a source, which first hands over what it has."""
+def leave(traced: object) -> None:
+    """Trace it no more. Its tracer first hands over what it has."""
     with _changing:
-        _sources.discard(source)
-        if source in _asked:
-            _asked.remove(source)
-            source.tape_off()
-
-
-def _ask(source: Source, recorder: Recorder) -> None:
-    _asked.add(source)
-    source.tape_on(recorder)
+        _traced.pop(traced, None)
+        if tracer := _tracers.pop(traced, None):
+            tracer.end()
 
 
 def recording() -> bool:
@@ -122,14 +116,14 @@ def recording() -> bool:
 
 
 def start() -> Recorder:
-    """Let every source record. There can be only one trace at a time: see `recording`."""
+    """Trace everything that has joined. There can be only one trace at a time: see `recording`."""
     global _recording, _drains
     with _changing:
         assert _recording is None
         _recording = Recorder()
         _recording.thread()  # the first lane
-        for source in list(_sources):
-            _ask(source, _recording)
+        for traced, tracer in list(_traced.items()):
+            _tracers[traced] = tracer(traced, _recording)
         _over.clear()
         _drains = threading.Thread(target=_drain, name="ringdp-tape", daemon=True)
         _drains.start()
@@ -143,13 +137,13 @@ def stop() -> None:
     _over.set()
     _drains.join()
     with _changing:
-        while _asked:
-            _asked.pop().tape_off()
+        while _tracers:
+            _tracers.pop(next(iter(_tracers))).end()
         _recording = _drains = None
 
 
 def _drain() -> None:
     while not _over.wait(DRAIN_EVERY):
         with _changing:
-            for source in list(_asked):
-                source.tape_drain()
+            for tracer in list(_tracers.values()):
+                tracer.drain()

@@ -1,4 +1,4 @@
-"""The format of trace files, how ranks' parts are merged into one, and when sources record."""
+"""The format of trace files, how ranks' parts are merged into one, and when objects are traced."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from ringdp.tape import recorder
 from ringdp.tape.chrome import Shift, lines
 from ringdp.tape.parts import merge, part_path, write_part
-from ringdp.tape.recorder import Counter, Recorder, Span
+from ringdp.tape.recorder import Counter, Recorder, Span, Tracer
 
 
 def recorded() -> Recorder:
@@ -81,28 +81,29 @@ def test_a_trace_keeps_a_link_and_its_files_permissions(tmp_path: Path):
     assert target.stat().st_mode & 0o777 == 0o600
 
 
-class RecordingSource:
-    """A source that records its calls."""
+class Source:
+    """An object to trace, with what its tracers did."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    def tape_on(self, _: Recorder) -> None:
+
+class SourceTracer(Tracer):
+    def __init__(self, source: Source, _: Recorder) -> None:
+        self.calls = source.calls
         self.calls.append("on")
 
-    def tape_drain(self) -> None: ...
-
-    def tape_off(self) -> None:
+    def end(self) -> None:
         self.calls.append("off")
 
 
-def test_sources_record_only_during_a_trace():
-    early, late, leaving = RecordingSource(), RecordingSource(), RecordingSource()
-    recorder.join(early)
-    recorder.join(leaving)
+def test_objects_are_traced_only_during_a_trace():
+    early, late, leaving = Source(), Source(), Source()
+    recorder.join(early, SourceTracer)
+    recorder.join(leaving, SourceTracer)
     assert early.calls == []
     recorder.start()
-    recorder.join(late)
+    recorder.join(late, SourceTracer)
     recorder.leave(leaving)
     assert leaving.calls == ["on", "off"]
     recorder.stop()

@@ -30,6 +30,7 @@ from ringdp.parallel.join import JoinableOverGroup, Shadow
 from ringdp.parallel.mesh import localize, of_mesh
 from ringdp.parallel.refuse import refuse
 from ringdp.parallel.values.tensor_tree import tensors
+from ringdp.tape import recorder
 
 ALONE = _JoinConfig(False, False, False)  # outside any join
 
@@ -161,7 +162,7 @@ class Replica(nn.Module, JoinableOverGroup):
         made = Reducer(
             self._trainable, comm, self.settings, self._mixed_precision, self._runtime_log
         )
-        made.trace_by(ReducerTracer)
+        recorder.join(made, ReducerTracer)
         made.hook, self._reducer = self._hook, made
         return made
 

@@ -51,10 +51,9 @@ from ringdp.parallel.ddp.profiling import all_reduce, broadcast, span
 from ringdp.parallel.ddp.runtime_log import GRADIENT, GRADIENTS, REDUCING, RuntimeLog
 from ringdp.parallel.ddp.state import ARMED, ENDING, RESTING, RUNNING, UNDER_WAY
 from ringdp.parallel.ddp.uneven_inputs import UnevenInputs
-from ringdp.parallel.tracing.patching import Traced
 
 
-class Reducer(Traced):
+class Reducer:
     """The reducer of one DDP, over a communicator of its own."""
 
     @torch.inference_mode(False)  # a copy may be made in it, and trained later

@@ -14,10 +14,10 @@ from ringdp.parallel.ddp.bucket import Bucket
 from ringdp.parallel.ddp.reducer import Reducer
 from ringdp.parallel.ddp.state import RESTING
 from ringdp.parallel.tracing.patching import Patches
-from ringdp.tape.recorder import Recorder
+from ringdp.tape.recorder import Recorder, Tracer
 
 
-class ReducerTracer:
+class ReducerTracer(Tracer):
     def __init__(self, reducer: Reducer, recorder: Recorder) -> None:
         self._reducer, self._recorder = reducer, recorder
         self._forward: int | None = None  # start (ns)

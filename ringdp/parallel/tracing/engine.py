@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from time import monotonic_ns
 
 from torch.optim.optimizer import (
+    Optimizer,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
@@ -21,14 +22,14 @@ from torch.optim.optimizer import (
 from ringdp.parallel.autograd_state import in_backward
 from ringdp.parallel.engine import Engine
 from ringdp.parallel.tracing.memory import MemoryTracer
-from ringdp.parallel.tracing.patching import Patches, Traced
+from ringdp.parallel.tracing.patching import Patches
 from ringdp.parallel.unit import FlatUnit
-from ringdp.tape.recorder import Args, Recorder
+from ringdp.tape.recorder import Args, Recorder, Tracer, join
 
 Group = Sequence[int]  # units of one module
 
 
-class EngineTracer:
+class EngineTracer(Tracer):
     def __init__(self, engine: Engine, recorder: Recorder) -> None:
         self.engine, self.recorder = engine, recorder
         self._forwards: list[tuple[Group, int]] = []  # running, innermost last; start (ns)
@@ -138,7 +139,7 @@ class EngineTracer:
         return _name(self.engine.units[group[0]])
 
 
-class OptimizerTracer:
+class OptimizerTracer(Tracer):
     """Traces the steps of all optimizers."""
 
     def __init__(self, _: object, recorder: Recorder) -> None:
@@ -165,5 +166,4 @@ def _name(unit: FlatUnit) -> str:
     return unit.plan.name or "root"
 
 
-_OPTIMIZERS = Traced()
-_OPTIMIZERS.trace_by(OptimizerTracer)
+join(Optimizer, OptimizerTracer)

@@ -7,8 +7,6 @@ from functools import partial
 from time import monotonic_ns
 from typing import Any
 
-from ringdp.tape.recorder import Recorder, join
-
 Method = Callable[..., Any]
 
 
@@ -59,24 +57,3 @@ class Patches:
         assert name not in vars(of), f"{name} is wrapped already"
         setattr(of, name, partial(call, getattr(of, name)))
         self._wrapped.append((of, name))
-
-
-class Traced:
-    """A `tape.recorder.Source`: while a trace runs, a tracer is attached to it."""
-
-    _tracer: Any
-
-    def trace_by(self, tracer: Callable[[Any, Recorder], Any]) -> None:
-        """From now on take part in traces, by `tracer(self, recorder)`, until its `end`."""
-        self._traced_by = tracer
-        join(self)
-
-    def tape_on(self, recorder: Recorder) -> None:
-        self._tracer = self._traced_by(self, recorder)
-
-    def tape_drain(self) -> None:
-        """Nothing is buffered outside the recorder."""
-
-    def tape_off(self) -> None:
-        self._tracer.end()
-        del self._tracer
