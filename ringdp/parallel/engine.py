@@ -38,7 +38,7 @@ from ringdp.parallel.guards.unmanaged import Unmanaged
 from ringdp.parallel.optimizer import state as optim_state
 from ringdp.parallel.precision import Precision
 from ringdp.parallel.reducing import Reducing
-from ringdp.parallel.stages import Keep, Stage
+from ringdp.parallel.stages import Stage
 from ringdp.parallel.unit import FlatUnit, State
 from ringdp.parallel.values.inputs import cast_at, move_inputs
 from ringdp.parallel.values.outputs import UnitOutputs
@@ -90,7 +90,7 @@ class Engine:
         move_inputs(model, self.device, add_hook)
         cast_at(model, of, precision, lambda: not self._summoned, add_hook)
         state_dict.guard(model, whole, lambda: whole() and self._writes, add_hook)
-        if stage.optimizer is Keep.SHARD:
+        if stage.slices:
             sliced.register((p for u in units for p in u.parameters), self)
         else:
             state_dict.of_masters(model, self.gathering, self._unmanaged, add_hook)
@@ -169,7 +169,7 @@ class Engine:
         return self.always_gathers_state or self._summoned
 
     def _rests_whole(self) -> bool:
-        return self._summoned or self.stage.optimizer is Keep.FULL
+        return self._summoned or not self.stage.slices
 
     def _is_whole(self) -> bool:
         """Whether parameters are whole at all times, not only at rest."""
@@ -181,7 +181,7 @@ class Engine:
             return  # other ranks may not step it, so the order of collectives must not depend on it
         if self._summoned:
             raise UsageError("an optimizer steps within full_parameters(); step it after that")
-        if self.stage.optimizer is Keep.SHARD:
+        if self.stage.slices:
             steps.check_slices(optimizer, f"in stage {self.stage.number}", "or stage 0")
         self.check_reduced("the optimizer steps")
         self.take(optimizer)
@@ -193,7 +193,7 @@ class Engine:
 
     def take(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer has these parameters: from now on its state_dict is of whole ones."""
-        if self.stage.optimizer is Keep.SHARD:
+        if self.stage.slices:
             optim_state.take(optimizer, self)
 
     def check_reduced(self, what: str) -> None:

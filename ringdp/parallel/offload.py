@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ringdp.errors import UsageError
-from ringdp.parallel.stages import Keep, Stage
+from ringdp.parallel.stages import Stage
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Offload:
 
     def check(self, stage: Stage) -> None:
         """Raise UsageError if the stage has nothing to offload."""
-        if self.parameters and stage.parameters is not Keep.SHARD:
+        if self.parameters and not stage.freed:
             raise UsageError(f"Offload(parameters=True) in stage {stage.number}; it needs stage 3")
-        if self.optimizer and stage.optimizer is not Keep.SHARD:
+        if self.optimizer and not stage.slices:
             raise UsageError(f"Offload(optimizer=True) in stage {stage.number}; it needs 1, 2 or 3")
 
     @property

@@ -34,9 +34,19 @@ class Stage(NamedTuple):
     gathers: int
 
     @property
+    def slices(self) -> bool:
+        """Whether parameters are, between uses, the slices that this rank's optimizer steps."""
+        return self.optimizer is Keep.SHARD
+
+    @property
+    def freed(self) -> bool:
+        """Whether gathered parameters are freed after their use."""
+        return self.parameters is Keep.SHARD
+
+    @property
     def reduction(self) -> Literal["all_reduce", "reduce_scatter"]:
         """A sharded optimizer needs the gradients of its own shard only."""
-        return "all_reduce" if self.optimizer is Keep.FULL else "reduce_scatter"
+        return "reduce_scatter" if self.slices else "all_reduce"
 
 
 STAGES = (

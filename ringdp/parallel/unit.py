@@ -27,7 +27,7 @@ from ringdp.parallel.guards.computed import (
 )
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.pool import beside, show
-from ringdp.parallel.stages import Keep, Stage
+from ringdp.parallel.stages import Stage
 from ringdp.parallel.units import UnitSpec
 
 
@@ -98,8 +98,7 @@ class FlatUnit:
         self.ledger = ledger
         self.widths = widths_of(dtypes, offload, trainable=spec.trained)
         self.apart = self.widths.apart  # See Note [masters apart]
-        self.freed = stage.parameters is Keep.SHARD
-        self.slices = stage.optimizer is Keep.SHARD  # parameters are slices between uses
+        self.freed, self.slices = stage.freed, stage.slices
         self.cut = Cut(plan, [p.shape for p in parameters], comm.rank, slices=self.slices)
         ledger.pool.let_go()  # the previous unit's memory
         whole = torch.empty(plan.padded, dtype=dtypes.master, device=ledger.device)

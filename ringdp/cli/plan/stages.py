@@ -13,7 +13,7 @@ from ringdp.cli.plan.step import Step, predict
 from ringdp.parallel.accounting.formula import Sharding, formula, traffic
 from ringdp.parallel.accounting.memory import Memory
 from ringdp.parallel.prefetch import one_unit
-from ringdp.parallel.stages import Keep, stage_of
+from ringdp.parallel.stages import stage_of
 from ringdp.schedule.algorithms import Collective
 from ringdp.schedule.cost import closed, seconds
 
@@ -88,8 +88,8 @@ def row(model: Model, stage: int, setting: Setting) -> Row:
         price = closed(collective, setting.algorithm, setting.ranks)
         return seconds(price, setting.network.of(collective), size, among=among)
 
-    shards = given.stage.optimizer is Keep.SHARD
-    owned = sum(sum(u.owned(RANK)) if shards else u.elements for u, w in each if w.trainable)
+    slices = given.stage.slices
+    owned = sum(sum(u.owned(RANK)) if slices else u.elements for u, w in each if w.trainable)
     step = predict(
         given,
         cost=cost,

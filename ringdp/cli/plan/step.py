@@ -93,7 +93,7 @@ def predict(
             clocks.wait(reduced)
         reduced = clocks.send(cost(stage.reduction, widths.reduce * layout.padded))
 
-    for what, which in iteration(given.sizes, groups, given.limit, freed=given.freed):
+    for what, which in iteration(given.sizes, groups, given.limit, freed=given.stage.freed):
         if what == "gather" and stage.gathers:
             layout, widths = each[which]
             ready[which] = clocks.send(cost("all_gather", widths.compute * layout.padded))

@@ -17,7 +17,7 @@ from ringdp.parallel.accounting.dry_run import gathers, iteration, peaks
 from ringdp.parallel.accounting.memory import Memory, Widths
 from ringdp.parallel.layout import Unit
 from ringdp.parallel.prefetch import Groups
-from ringdp.parallel.stages import Keep, Stage
+from ringdp.parallel.stages import Stage
 
 
 class Sharding(NamedTuple):
@@ -34,14 +34,10 @@ class Sharding(NamedTuple):
         return list(zip(self.units, self.widths, strict=True))
 
     @property
-    def freed(self) -> bool:
-        return self.stage.parameters is Keep.SHARD
-
-    @property
     def sizes(self) -> list[int]:
         """The bytes that gathering each unit takes: none if it is never freed, so that prefetching
         has no bound."""
-        return [w.compute * u.padded if self.freed else 0 for u, w in self.each]
+        return [w.compute * u.padded if self.stage.freed else 0 for u, w in self.each]
 
 
 def formula(
@@ -62,14 +58,14 @@ def formula(
     """
     stage, each, sizes = given.stage, given.each, given.sizes
     trained = [u for u, w in each if w.trainable]
-    if stage.optimizer is Keep.FULL:
-        owned = [e.elements for u in trained for e in u.entries if e.elements]
-    else:
+    if stage.slices:
         owned = [elements for u in trained for elements in u.owned(rank)]
+    else:
+        owned = [e.elements for u in trained for e in u.entries if e.elements]
     buckets = [w.bucket(u, stage) for u, w in each]
-    freed, groups, limit = given.freed, given.groups, given.limit
+    groups, limit = given.groups, given.limit
     events = iteration(
-        sizes, groups, limit, freed=freed, buckets=buckets, overlap=overlap, yields=yields
+        sizes, groups, limit, freed=stage.freed, buckets=buckets, overlap=overlap, yields=yields
     )
     gathered, passing = peaks(events, sizes, buckets)
     return Memory(
@@ -90,7 +86,7 @@ def traffic(given: Sharding) -> int:
     """
     reductions = 2 if given.stage.reduction == "all_reduce" else 1
     often = dict.fromkeys(range(len(given.units)), given.stage.gathers)
-    if given.freed:
+    if given.stage.freed:
         often |= gathers(given.sizes, given.groups, given.limit)
     return sum(
         (u.ranks - 1) * u.shard * (w.compute * often[i] + w.reduce * reductions * w.trainable)

@@ -53,7 +53,7 @@ class Widths(NamedTuple):
         return held + self.master * _kept(unit, stage.optimizer) if self.apart else held
 
     def keeps_bucket(self, stage: Stage) -> bool:
-        return stage.gradients is Keep.FULL and (stage.optimizer is Keep.SHARD or self.own)
+        return stage.gradients is Keep.FULL and (stage.slices or self.own)
 
     def gradients(self, unit: Unit, stage: Stage) -> int:
         if not self.trainable:

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from ringdp.errors import CheckpointError, UsageError
 from ringdp.parallel.engine import Engine, check_engine
-from ringdp.parallel.stages import Keep
 from ringdp.parallel.unit import State
 
 
@@ -52,12 +51,11 @@ def pieces(engine: Engine) -> list[Piece]:
     found = []
     for unit in engine.units:
         unit.settle()
-        whole = unit.stage.optimizer is Keep.FULL
         cut = unit.cut
         for entry, p, shape, rest, part in zip(
             unit.plan.entries, unit.parameters, cut.shapes, unit.rest, cut.parts, strict=True
         ):
-            kept = (0, entry.elements) if whole else part
+            kept = part if unit.slices else (0, entry.elements)
             found.append(Piece(entry.name, p, list(shape), rest, kept, part))
     return found
 

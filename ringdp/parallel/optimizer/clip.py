@@ -17,17 +17,16 @@ from ringdp.errors import UsageError
 from ringdp.kernels import squared_norm, unscale
 from ringdp.parallel.engine import Engine, check_engine
 from ringdp.parallel.guards.resting import unguarded
-from ringdp.parallel.stages import Keep
 from ringdp.parallel.unit import FlatUnit
 
 
 def _norm(engine: Engine, units: Sequence[FlatUnit]) -> float:
     """The L2 norm of these units' gradients; a missing one counts as zero. Collective."""
-    whole = engine.stage.optimizer is Keep.FULL
-    count = engine.comm.size if whole else 1
+    slices = engine.stage.slices
+    count = 1 if slices else engine.comm.size
     shards = [unit.gradients.reduced.view(count, -1) for unit in units]
     sums = torch.stack([squared_norm([s[i] for s in shards]) for i in range(count)]).cpu()
-    if not whole:
+    if slices:
         every = torch.empty(engine.comm.size, dtype=torch.float64)
         engine.comm.all_gather(every, sums)
         sums = every
