@@ -9,24 +9,26 @@ from ringdp.transport.c10d import wire
 
 
 @pytest.mark.parametrize("length", [0, 1, wire.INLINE, wire.INLINE + 1, 5 * wire.INLINE])
-def test_messages_of_any_length_arrive(length: int):
+@pytest.mark.parametrize("tag", [wire.COLLECTIVE, wire.USERS])
+def test_messages_of_any_length_arrive(length: int, tag: int):
     class Loop:
-        """A group of one rank that delivers in order."""
+        """A group of one rank that delivers what has a tag in order."""
 
-        sent: list[torch.Tensor] = []  # noqa: RUF012
+        sent: list[tuple[int, torch.Tensor]] = []  # noqa: RUF012
 
-        def send(self, tensors: list[torch.Tensor], _: int, __: int) -> None:
-            self.sent.append(tensors[0])
+        def send(self, tensors: list[torch.Tensor], _: int, tag: int) -> None:
+            self.sent.append((tag, tensors[0]))
 
-        def recv(self, tensors: list[torch.Tensor], _: int, __: int) -> None:
-            tensors[0].copy_(self.sent.pop(0))
+        def recv(self, tensors: list[torch.Tensor], _: int, tag: int) -> None:
+            at = next(i for i, (t, _) in enumerate(self.sent) if t == tag)
+            tensors[0].copy_(self.sent.pop(at)[1])
 
     loop = Loop()
     given = torch.arange(length) % 251
-    wire.send(loop, given.byte(), 0, (7, 9, 0), 0, 0)
-    message = wire.Incoming(loop, 0, 0)
+    wire.send(loop, given.byte(), 0, tag, 7, 9)
+    message = wire.Incoming(loop, 0, tag)
     assert message.stamp == (7, 9, length)
     out = torch.zeros(length, dtype=torch.uint8)
-    message.take(out, 0, 0, lambda _: None)
+    message.take(out, 0, lambda _: None)
     assert torch.equal(out, given.byte())
     assert not loop.sent

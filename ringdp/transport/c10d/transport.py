@@ -41,7 +41,7 @@ from ringdp.transport.base import (
 )
 from ringdp.transport.c10d import wire
 from ringdp.transport.c10d.shutdown import cut, hold, retire, watch_for_end
-from ringdp.transport.c10d.wire import COLLECTIVE, rest_tag, tag_of
+from ringdp.transport.c10d.wire import COLLECTIVE, tag_of
 from ringdp.transport.records import Call, Observed, RankRecord
 from ringdp.transport.rows import Rows, Unequal
 from ringdp.transport.store.client import StoreClient
@@ -80,7 +80,7 @@ class C10dTransport(Transport):
         busy = WeakMethod(self._busy)  # the listening thread must not keep the transport alive
         self._failures = Failures(*whole, lambda: bool((ask := busy()) and ask()))
         self._status = StatusBoard(*whole)
-        self._tickets, self._rests = count(1), count()
+        self._tickets, self._numbers = count(1), count()  # the latter of messages
         self._digest, self._sent = 1, 0
         self._open = dict[int, None]()  # tickets of collectives and messages that have not ended
         self._watched = False
@@ -139,12 +139,12 @@ class C10dTransport(Transport):
 
     def send(self, buffer: Tensor, to: int, kind: int, *, background: bool) -> int:
         self.check(buffer)
-        tag, rest, ticket = tag_of(kind), next(self._rests), next(self._tickets)
+        tag, number, ticket = tag_of(kind), next(self._numbers), next(self._tickets)
         size = buffer.nbytes
 
         def begin() -> None:
             with self._talking(to):
-                parts = wire.send(self._group, buffer, to, (rest, kind, 0), tag, rest_tag(rest))
+                parts = wire.send(self._group, buffer, to, tag, number, kind)
             if size <= SHORT:
                 self._sending.add(self._spawn(partial(hold, parts)))  # first: `close` waits for it
                 self._end(ticket, size)
@@ -174,12 +174,12 @@ class C10dTransport(Transport):
         def finish(message: wire.Incoming) -> None:
             self._until(message.first, who)
             peer = message.first._source_rank() if sender is None else sender
-            rest, found, size = message.stamp
+            _, found, size = message.stamp
             if (found, size) != (kind, buffer.nbytes):
                 expected = MESSAGE, kind, buffer.nbytes
                 raise Failed(FailureKind.MISMATCH, peer, (expected, (MESSAGE, found, size)))
             with self._talking(peer):
-                message.take(buffer, peer, rest_tag(rest), lambda part: self._until(part, peer))
+                message.take(buffer, peer, lambda part: self._until(part, peer))
             source[0] = peer
             self._end(ticket)
 
@@ -252,9 +252,9 @@ class C10dTransport(Transport):
             except Unequal:
                 raise Failed(FailureKind.MISMATCH, some_rank(row.recv_peer, self.rank)) from None
             if sent is not None:
-                to, stamp = row.send_peer, (number, ours.digest, 0)
+                to = row.send_peer
                 with self._talking(to):
-                    parts = wire.send(self._group, sent, to, stamp, COLLECTIVE, COLLECTIVE)
+                    parts = wire.send(self._group, sent, to, COLLECTIVE, number, ours.digest)
                 sends += [(part, to, row.round) for part in parts]
                 bytes_sent += sent.nbytes
         rows.end()
@@ -274,7 +274,7 @@ class C10dTransport(Transport):
             raise Failed(FailureKind.MISMATCH, peer, (expected, found))
         value = buffer.new_empty(found[2] // size)
         with self._talking(peer):
-            message.take(value, peer, COLLECTIVE, lambda part: self._until(part, peer))
+            message.take(value, peer, lambda part: self._until(part, peer))
         return value
 
     @contextmanager

@@ -53,17 +53,17 @@ def gloo(handshake: Handshake, store: Store) -> ProcessGroup:
 
 
 def send(
-    group: ProcessGroup, payload: Tensor, to: int, stamp: Stamp, tag: int, rest_tag: int
+    group: ProcessGroup, payload: Tensor, to: int, tag: int, number: int, kind: int
 ) -> list[Work]:
-    """Start sending `payload`, which is copied and may be changed at once."""
-    number, kind, _ = stamp
+    """Start sending `payload`, which is copied and may be changed at once. `number`, `kind`: of its
+    stamp."""
     data = as_bytes(payload)
     first = torch.zeros(STAMP_BYTES + INLINE, dtype=torch.uint8)
     first[:STAMP_BYTES] = torch.tensor([number, kind, len(data)]).view(torch.uint8)
     first[STAMP_BYTES : STAMP_BYTES + len(data)] = data[:INLINE]
     parts = [group.send([first], to, tag)]
     if len(data) > INLINE:
-        parts.append(group.send([data[INLINE:].clone()], to, rest_tag))
+        parts.append(group.send([data[INLINE:].clone()], to, _rest_tag(tag, number)))
     return parts
 
 
@@ -72,7 +72,8 @@ class Incoming:
 
     def __init__(self, group: ProcessGroup, sender: int, tag: int) -> None:
         """Post the receive of the first part from `sender`, or from any rank if it is -1."""
-        self._group, self._first = group, torch.empty(STAMP_BYTES + INLINE, dtype=torch.uint8)
+        self._group, self._tag = group, tag
+        self._first = torch.empty(STAMP_BYTES + INLINE, dtype=torch.uint8)
         if sender < 0:
             self.first = group.recv_anysource([self._first], tag)
         else:
@@ -84,12 +85,13 @@ class Incoming:
         number, kind, length = self._first[:STAMP_BYTES].clone().view(torch.int64).tolist()
         return number, kind, length
 
-    def take(self, into: Tensor, sender: int, rest_tag: int, wait: Callable[[Work], None]) -> None:
+    def take(self, into: Tensor, sender: int, wait: Callable[[Work], None]) -> None:
         """Receive the payload into a buffer, which must be as long as the stamp says."""
         data = as_bytes(into)
         data[:INLINE] = self._first[STAMP_BYTES : STAMP_BYTES + len(data)]
         if len(data) > INLINE:
-            wait(self._group.recv([data[INLINE:]], sender, rest_tag))
+            number, _, _ = self.stamp
+            wait(self._group.recv([data[INLINE:]], sender, _rest_tag(self._tag, number)))
 
 
 def as_bytes(buffer: Tensor) -> Tensor:
@@ -105,6 +107,6 @@ def tag_of(kind: int) -> int:
     return USERS + tag
 
 
-def rest_tag(number: int) -> int:
-    """Return the backend's tag for the second part of that message."""
-    return RESTS + number % (1 << 30)
+def _rest_tag(tag: int, number: int) -> int:
+    """Return the backend's tag for the rest of a message that has this tag and number."""
+    return COLLECTIVE if tag == COLLECTIVE else RESTS + number % (1 << 30)
