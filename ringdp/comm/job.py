@@ -264,7 +264,7 @@ class Issuer:
         ready = self._transport.prepare(what)
         name = spec.name.removesuffix("_v")
         uneven = name != spec.name
-        if self._ready and name in METHODS and not (uneven and isinstance(job.by, Program)):
+        if self._ready and not (uneven and isinstance(job.by, Program)):
             self._ready.remember(
                 METHODS.index(name),
                 DTYPES.index(dtype),

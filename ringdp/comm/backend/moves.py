@@ -198,4 +198,4 @@ class Moves(Calls):
     def _message(self, what: str, tensor: Tensor, begin: Begin) -> GroupWork:
         # Not the group's watcher: a message that never arrives must not block collectives' futures.
         span = span_of(what)
-        return self._tracked(GroupWork([begin(movable(tensor))], [tensor], (), None, None), span)
+        return self._tracked(GroupWork([begin(movable(tensor))], [tensor]), span)

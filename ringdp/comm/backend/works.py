@@ -63,9 +63,9 @@ class GroupWork(TorchWork):
         self,
         works: Iterable[Work],
         results: Sequence[Any],
-        finishes: Sequence[Finish],
-        limit: float | None,
-        watcher: Watcher | None,
+        finishes: Sequence[Finish] = (),
+        limit: float | None = None,
+        watcher: Watcher | None = None,
     ) -> None:
         """`limit`: seconds of `wait` for all works together, or None for the communicator's timeout
         for each. `watcher`: None for a thread of its own."""
@@ -146,7 +146,7 @@ class GroupWork(TorchWork):
         return self._future
 
 
-ENDED = GroupWork((), (), (), None, None)  # the work of a call that has completed
+ENDED = GroupWork((), ())  # the work of a call that has completed
 
 
 def span_of(what: str) -> record_function | None:

@@ -48,7 +48,7 @@ def all_reduce(comm: Communicator, flat: Tensor, *, tag: int) -> Callable[[], ob
     seen.__enter__()  # type: ignore[no-untyped-call]
     work = comm.all_reduce(flat, async_op=True, tag=tag)
     seen._call_end_callbacks_on_future(ended)
-    watcher.watch(GroupWork([work], [flat], [], None, None), ended)
+    watcher.watch(GroupWork([work], [flat]), ended)
     watcher.stop()
 
     def wait() -> None:
