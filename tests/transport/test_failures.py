@@ -20,7 +20,7 @@ def test_the_first_failure_is_what_all_ranks_see(store_client):
         Failures(store_client(store), 0, 3, busy),
         Failures(store_client(store), 1, 3, busy),
     )
-    one.fail(FailureKind.MISMATCH, 2, ((5, 6, 7), (8, 9, 10)))
+    one.fail(FailureKind.MISMATCH, 2, (5, 6, 7), (8, 9, 10))
     other.fail(FailureKind.LOST, 0)
     one.fail(FailureKind.TIMEOUT, 0)
     assert one.failure == other.failure

@@ -53,16 +53,17 @@ GOLDEN = 0x9E3779B97F4A7C15  # see csrc/progress.hpp
 
 
 class Failed(Exception):
-    """A failure of `kind` by `rank`. `stamps`: (expected, found) of a mismatched message."""
+    """A `Failure` that this rank has found."""
 
     def __init__(
         self,
         kind: FailureKind,
         rank: int,
-        stamps: tuple[Stamp, Stamp] = (NOTHING, NOTHING),
+        expected: Stamp = NOTHING,
+        found: Stamp = NOTHING,
         why: str = "",
     ) -> None:
-        self.report = kind, rank, stamps, why
+        self.report = kind, rank, expected, found, why
 
 
 class C10dTransport(Transport):
@@ -177,7 +178,7 @@ class C10dTransport(Transport):
             _, found, size = message.stamp
             if (found, size) != (kind, buffer.nbytes):
                 expected = MESSAGE, kind, buffer.nbytes
-                raise Failed(FailureKind.MISMATCH, peer, (expected, (MESSAGE, found, size)))
+                raise Failed(FailureKind.MISMATCH, peer, expected, (MESSAGE, found, size))
             with self._talking(peer):
                 message.take(buffer, peer, lambda part: self._until(part, peer))
             source[0] = peer
@@ -271,7 +272,7 @@ class C10dTransport(Transport):
         found, size = message.stamp, buffer.element_size()
         expected = ours.call[0], ours.digest, found[2] if room is None else room * size
         if found != expected or found[2] % size or not 0 <= found[2] <= buffer.nbytes:
-            raise Failed(FailureKind.MISMATCH, peer, (expected, found))
+            raise Failed(FailureKind.MISMATCH, peer, expected, found)
         value = buffer.new_empty(found[2] // size)
         with self._talking(peer):
             message.take(value, peer, lambda part: self._until(part, peer))

@@ -165,8 +165,8 @@ class Watching(C10dTransport):
         number, digest, elements = data.view(torch.int64).tolist()  # whatever a peer has sent
         if digest == work.ours.digest:
             return True
-        stamps = work.ours.stamp, (number, digest, elements)
-        raise Failed(FailureKind.MISMATCH, (self.rank - 1) % self.ranks, stamps)
+        before, found = (self.rank - 1) % self.ranks, (number, digest, elements)
+        raise Failed(FailureKind.MISMATCH, before, work.ours.stamp, found)
 
     # --- on the watchdog thread
 

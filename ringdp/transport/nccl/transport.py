@@ -94,5 +94,5 @@ class NcclTransport(DeviceTransport):
             return super()._failed(error, ours)
         if getattr(error, "status", None) == INVALID_USAGE and ours is not None:
             before = (self.rank - 1) % self.ranks
-            return Failed(FailureKind.MISMATCH, before, (ours.stamp, ours.stamp))
+            return Failed(FailureKind.MISMATCH, before, ours.stamp, ours.stamp)
         return Failed(FailureKind.ABORTED, self.rank, why=f"NCCL: {error}")

@@ -53,11 +53,11 @@ class Failures:
         self,
         kind: FailureKind,
         rank: int,
-        stamps: tuple[Stamp, Stamp] = (NOTHING, NOTHING),
+        expected: Stamp = NOTHING,
+        found: Stamp = NOTHING,
         why: str = "",
     ) -> None:
-        """Report a failure to all ranks, unless this rank knows of one already."""
-        expected, found = stamps
+        """Report a `Failure` to all ranks, unless this rank knows of one already."""
         text = " ".join(map(str, (kind.value, rank, self.rank, *expected, *found))) + f"\n{why}"
         with self.lock:
             if self.failure is not None:
