@@ -54,7 +54,8 @@ def find_units(
     forward changes its weights, or that reduces gradients; or if gradients cannot be cast as
     `precision` says.
     """
-    _check(model)
+    _check_modules(model)
+    _check_parameters(model)
     precision = precision or Precision()
     _, kept = precision.kept(model)
     chosen = _chosen(model, rule) | {model}
@@ -146,7 +147,7 @@ def _matching(model: nn.Module, rule: ModuleRule) -> set[nn.Module]:
     return {m for m in chosen if not isinstance(m, _UNCALLED)}
 
 
-def _check(model: nn.Module) -> None:
+def _check_modules(model: nn.Module) -> None:
     for name, module in model.named_modules():
         what = f"module {name}" if name else "the model"
         if isinstance(module, jit.ScriptModule):
@@ -167,6 +168,9 @@ def _check(model: nn.Module) -> None:
                 "used, which differ by rank, so the ranks would diverge. Set it to None, and "
                 "rescale rows after the optimizer's step, within full_parameters(write=True)"
             )
+
+
+def _check_parameters(model: nn.Module) -> None:
     for name, t in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(t):
             raise UsageError(f"{name} has no shape yet; give its lazy module a batch first")

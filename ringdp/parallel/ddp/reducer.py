@@ -251,6 +251,7 @@ class Reducer:
             Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
+        """Autograd is through: reduce without the gradients that need not come."""
         self.runtime_log.mark(GRADIENTS)
         with span("search_unused_parameters") if self.settings.seeks_unused else nullcontext():
             members = range(len(self.parameters)) if self.settings.has_unused else ()
@@ -273,6 +274,10 @@ class Reducer:
                 return
             self._steady &= self.unused in (None, missing)
             self.unused = missing
+        self._rest(missing)
+
+    def _rest(self, missing: Sequence[int]) -> None:
+        """Wait until all is reduced. Of gradients that are `missing` here, others may have some."""
         self._land()
         if self._learning:
             self._expected, self._learning = [1 - left for left in self._left], False
