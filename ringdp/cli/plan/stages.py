@@ -88,6 +88,7 @@ def row(model: Model, stage: int, setting: Setting) -> Row:
         price = closed(collective, setting.algorithm, setting.ranks)
         return seconds(price, setting.network.of(collective), size, among=among)
 
+    memory = held(model, stage, setting.ranks, yields=setting.network.yields)
     slices = given.stage.slices
     owned = sum(sum(u.owned(RANK)) if slices else u.elements for u, w in each if w.trainable)
     step = predict(
@@ -100,11 +101,11 @@ def row(model: Model, stage: int, setting: Setting) -> Row:
     )
     return Row(
         stage=stage,
-        memory=held(model, stage, setting.ranks, yields=setting.network.yields),
+        memory=memory,
         sent=traffic(given),
         step=step,
         largest=largest(model, stage, setting),
-        fits=fits(model, stage, setting),
+        fits=sum(memory) <= setting.memory,
         extrapolated=setting.network.beyond(
             {c for c, _ in asked}, setting.ranks, {size for _, size in asked}
         ),

@@ -21,13 +21,13 @@ LEFT_OUT = (
 )
 
 
-class Unit(NamedTuple):
+class Scale(NamedTuple):
     name: str
     size: float
 
 
-BYTES = (Unit("GB", 1e9), Unit("MB", 1e6), Unit("kB", 1e3))
-SECONDS = (Unit("ms", 1e-3), Unit("µs", 1e-6))
+BYTES = (Scale("GB", 1e9), Scale("MB", 1e6), Scale("kB", 1e3))
+SECONDS = (Scale("ms", 1e-3), Scale("µs", 1e-6))
 
 
 def show(
@@ -53,9 +53,9 @@ def show(
         *(fits or [terms(network.machine)]),
     ):
         say(console, line)
-    of_bytes = _unit(BYTES, max(r.total for r in rows))
-    of_sent = _unit(BYTES, max(r.sent for r in rows))
-    of_times = _unit(SECONDS, max(r.step.total for r in rows))
+    of_bytes = _scale(BYTES, max(r.total for r in rows))
+    of_sent = _scale(BYTES, max(r.sent for r in rows))
+    of_times = _scale(SECONDS, max(r.step.total for r in rows))
     heading = f"\nHeld by a rank beside activations, {of_bytes.name}; "
     say(console, heading + "parameters of the largest model that fits")
     categories = ("params", "gathered", "grads", "buckets", "optimizer")
@@ -89,9 +89,9 @@ def terms(machine: Machine) -> str:
     return ", ".join(found)
 
 
-def _unit(units: Sequence[Unit], most: float) -> Unit:
-    """The largest unit in which `most` is at least 1, or the last."""
-    return next((unit for unit in units if most >= unit.size), units[-1])
+def _scale(scales: Sequence[Scale], most: float) -> Scale:
+    """The largest scale on which `most` is at least 1, or the last."""
+    return next((scale for scale in scales if most >= scale.size), scales[-1])
 
 
 def _largest(elements: int) -> str:
