@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from ringdp.comm.arguments import check_float, check_tensor
@@ -34,6 +33,7 @@ from ringdp.schedule import Builder, Program
 from ringdp.transport.base import REDUCE_OPS, Direct, ReduceOp
 from ringdp.transport.bounds import bounds_of, uneven_bounds
 from ringdp.transport.repeated import repeated
+from ringdp.transport.rows import divisor
 
 BITWISE = ("band", "bor", "bxor")
 
@@ -181,9 +181,9 @@ class Reductions(Issuer):
             nonlocal undivided
             if undivided:  # only once: an interrupted wait calls this again
                 data = writable(out.data)
-                by = torch.full((), self.size, dtype=data.dtype, device=data.device)
+                size = divisor(data, self.size)
                 undivided = False  # if interrupted or failed before here, nothing is divided yet
-                data.div_(by)  # given a Python number, a GPU would multiply by 1/size
+                data.div_(size)
             out.copy_back()
 
         return finish if undivided else out.copy_back

@@ -102,8 +102,13 @@ class Rows:
 
 
 def divided(total: Tensor, by: int) -> Tensor:
-    """Return total / by. `by` becomes a tensor: on a GPU, torch multiplies by 1/number instead."""
-    return total / torch.full((), by, dtype=total.dtype, device=total.device)
+    """Return total / by."""
+    return total / divisor(total, by)
+
+
+def divisor(total: Tensor, by: int) -> Tensor:
+    """Return `by` as a tensor: on a GPU, torch would multiply by 1/number instead of dividing."""
+    return torch.full((), by, dtype=total.dtype, device=total.device)
 
 
 def widened(value: Tensor) -> Tensor:
