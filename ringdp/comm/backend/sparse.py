@@ -20,6 +20,7 @@ from ringdp.comm.work import ENDED, Work
 from ringdp.errors import UsageError
 from ringdp.transport.base import ReduceOp
 from ringdp.transport.bounds import bounds_of
+from ringdp.transport.rows import divisor
 
 
 def all_reduce_sparse(
@@ -36,7 +37,7 @@ def all_reduce_sparse(
         )
     total = sum_of_sparse(comm, tensor.detach(), scale=scale)
     if op == "avg":
-        total /= comm.size
+        total /= divisor(total, comm.size)
     with torch.no_grad():  # a detached tensor would not share its indices and values
         tensor.copy_(total)
     return ENDED
