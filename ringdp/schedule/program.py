@@ -67,7 +67,16 @@ class Program:
     rows: NDArray[np.int32]
 
     def __iter__(self) -> Iterator[Row]:
-        return (Row(*map(int, row)) for row in self.rows)
+        return iter(self.listed)
+
+    @cached_property
+    def listed(self) -> tuple[Row, ...]:
+        return tuple(Row(*row) for row in self.rows.tolist())
+
+    @cached_property
+    def last_store(self) -> Mapping[int, int]:
+        """Maps every chunk that is stored into to the last row that does so."""
+        return {c: at for at, row in enumerate(self) for c in row.writes}
 
     @property
     def ranks(self) -> int:

@@ -15,16 +15,18 @@ from ringdp.schedule.program import NONE, REDUCE, STORE, Program, Row
 from ringdp.transport.base import ReduceOp
 
 
-def _minimum(a: Tensor, b: Tensor) -> Tensor:
+def _minimum(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Like torch's, but with -0.0 < 0.0: which torch returns depends on their place in memory."""
-    return torch.where(a == b, torch.where(torch.signbit(a), a, b), torch.minimum(a, b))
+    ties, others = torch.where(torch.signbit(a), a, b), torch.minimum(a, b)
+    return torch.where(a == b, ties, others, out=out)
 
 
-def _maximum(a: Tensor, b: Tensor) -> Tensor:
-    return torch.where(a == b, torch.where(torch.signbit(a), b, a), torch.maximum(a, b))
+def _maximum(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
+    ties, others = torch.where(torch.signbit(a), b, a), torch.maximum(a, b)
+    return torch.where(a == b, ties, others, out=out)
 
 
-COMBINE: dict[ReduceOp, Callable[[Tensor, Tensor], Tensor]] = {
+COMBINE: dict[ReduceOp, Callable[..., Tensor]] = {  # of two tensors, into `out` if it is given
     "sum": torch.add,
     "avg": torch.add,  # `divided` where it is rounded
     "prod": torch.mul,
@@ -46,7 +48,7 @@ class Rows:
     def __init__(
         self, program: Program, buffer: Tensor, bounds: Sequence[int], op: ReduceOp
     ) -> None:
-        self._op, self._ranks = op, program.ranks
+        self._program, self._op = program, op
         self._own = range(program.chunks)
         self._chunks = {c: buffer[bounds[c] : bounds[c + 1]] for c in self._own}
         self._sums: dict[int, Tensor] = {}  # 16-bit chunks that are being summed, in float32
@@ -56,20 +58,40 @@ class Rows:
         free = row.dst_chunk not in self._own and not row.flags & REDUCE
         return None if free else self._chunks[row.dst_chunk].numel()
 
-    def run(self, row: Row, received: Tensor | None) -> Tensor | None:
-        """Run the row on the value it `received`, if any. Returns the value to send, if any."""
+    def place(self, at: int) -> Tensor | None:
+        """Return the chunk that row `at` may receive right into, if there is one."""
+        row = self._program.listed[at]
+        if row.flags != STORE or row.dst_chunk not in self._own:
+            return None
+        return self._chunks[row.dst_chunk]
+
+    def run(self, at: int, received: Tensor | None) -> Tensor | None:
+        """Run row `at`. Returns the value to send, if any, which stays as it is from now on.
+
+        `received`, if any, is the row's `place` or belongs to it from now on.
+        """
+        row = self._program.listed[at]
         value = self._read(row.src_chunk) if received is None else received
         if row.flags and self.room(row) not in (None, value.numel()):
             raise Unequal
         dtype = value.dtype
+        inside = row.src_chunk if received is None else NONE  # the chunk whose memory it is in
+        if received is not None and received is self._chunks.get(row.dst_chunk):
+            inside = row.dst_chunk
         if row.flags & REDUCE:
-            value = COMBINE[self._op](self._wide(row.dst_chunk), widened(value))
+            here, wide = self._wide(row.dst_chunk), widened(value)
+            spare = wide if inside == NONE or wide is not value else None
+            inside = row.dst_chunk if row.flags & STORE else NONE
+            value = COMBINE[self._op](here, wide, out=here if row.flags & STORE else spare)
         sent = None
         if row.send_peer != NONE:
-            value = self._rounded(value, dtype)
-            sent = value.clone()
+            if value.dtype != dtype:
+                value, inside = self._rounded(value, dtype), NONE
+            holder = inside if inside != NONE else row.dst_chunk  # if that is scratch, it takes it
+            changes = self._program.last_store.get(holder, -1) > at
+            sent = value.clone() if changes else value
         if row.flags & STORE:
-            self._write(row.dst_chunk, value, dtype)
+            self._write(row.dst_chunk, value, dtype, inside)
         return sent
 
     def end(self) -> None:
@@ -77,14 +99,14 @@ class Rows:
         for chunk in self._own:
             self._read(chunk)
 
-    def _write(self, chunk: int, value: Tensor, dtype: torch.dtype) -> None:
+    def _write(self, chunk: int, value: Tensor, dtype: torch.dtype, inside: int) -> None:
         self._sums.pop(chunk, None)
         if value.dtype != dtype:
             self._sums[chunk] = value
-        elif chunk in self._own:
+        elif chunk in self._own and inside != chunk:
             self._chunks[chunk].copy_(value)
-        else:
-            self._chunks[chunk] = value.clone()
+        elif chunk not in self._own:
+            self._chunks[chunk] = value if inside in (NONE, chunk) else value.clone()
 
     def _wide(self, chunk: int) -> Tensor:
         return self._sums[chunk] if chunk in self._sums else widened(self._chunks[chunk])
@@ -97,7 +119,7 @@ class Rows:
 
     def _rounded(self, value: Tensor, dtype: torch.dtype) -> Tensor:
         if value.dtype != dtype and self._op == "avg":
-            value = divided(value, self._ranks)
+            value = divided(value, self._program.ranks)
         return value.to(dtype)
 
 

@@ -44,29 +44,31 @@ def simulate(
         raise UsageError(f"simulate() got buffers of {lengths} elements; allowed: one length")
     channels: Channels = defaultdict(deque)
     ranks = [
-        (p.rank, deque(p), Rows(p, buffer, chunk_bounds(buffer.numel(), p), op))
+        (p.rank, deque(enumerate(p)), Rows(p, buffer, chunk_bounds(buffer.numel(), p), op))
         for p, buffer in zip(programs, buffers, strict=True)
     ]
     while any(left for _, left, _ in ranks):
         moved = [_advance(*rank, channels, depth) for rank in ranks]
         if not any(moved):
-            at = "\n".join(f"rank {rank}: {left[0]}" for rank, left, _ in ranks if left)
+            at = "\n".join(f"rank {rank}: {left[0][1]}" for rank, left, _ in ranks if left)
             raise ScheduleError(f"the programs stall with FIFO depth {depth}:\n{at}")
     for _, _, rows in ranks:
         rows.end()
 
 
-def _advance(rank: int, left: deque[Row], rows: Rows, channels: Channels, depth: int) -> bool:
+def _advance(
+    rank: int, left: deque[tuple[int, Row]], rows: Rows, channels: Channels, depth: int
+) -> bool:
     """Run a rank's next row if its message and its slot are there. Returns whether it ran."""
     if not left:
         return False
-    row = left[0]
+    at, row = left[0]
     receives, sends = row.recv_peer != NONE, row.send_peer != NONE
     incoming, outgoing = channels[row.recv_peer, rank], channels[rank, row.send_peer]
     if (receives and not incoming) or (sends and len(outgoing) >= depth):
         return False
-    sent = rows.run(row, incoming.popleft() if receives else None)
+    sent = rows.run(at, incoming.popleft() if receives else None)
     if sent is not None:
-        outgoing.append(sent)
+        outgoing.append(sent.clone())  # the receiver's own from now on
     left.popleft()
     return True

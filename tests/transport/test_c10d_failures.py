@@ -153,15 +153,15 @@ def test_an_abort_between_the_parts_of_a_message_raises_on_no_thread(
         with suppress(CommunicationError):
             c.send(x, 0) if message else c.all_reduce(x)
         return
-    take, raised = wire.Incoming.take, list[str]()
+    begin, raised = wire.Incoming.begin, list[str]()
 
-    def late(incoming: wire.Incoming, *arguments: Any) -> None:
+    def late(incoming: wire.Incoming, *arguments: Any) -> Work | None:
         come.set()
         gone.wait(CALL_TIMEOUT)
-        take(incoming, *arguments)
+        return begin(incoming, *arguments)
 
     with (
-        patch.object(wire.Incoming, "take", late),
+        patch.object(wire.Incoming, "begin", late),
         patch.object(threading, "excepthook", lambda e: raised.append(str(e.exc_value))),
     ):
         work = c.irecv(x, 1) if message else c.all_reduce(x, async_op=True)

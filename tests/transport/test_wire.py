@@ -21,7 +21,9 @@ def test_messages_of_any_length_arrive(length: int, tag: int):
 
         def recv(self, tensors: list[torch.Tensor], _: int, tag: int) -> None:
             at = next(i for i, (t, _) in enumerate(self.sent) if t == tag)
-            tensors[0].copy_(self.sent.pop(at)[1])
+            _, message = self.sent.pop(at)
+            assert len(message) <= len(tensors[0])  # gloo would abort the process
+            tensors[0][: len(message)] = message
 
     loop = Loop()
     given = torch.arange(length) % 251
@@ -29,6 +31,6 @@ def test_messages_of_any_length_arrive(length: int, tag: int):
     message = wire.Incoming(loop, 0, tag)
     assert message.stamp == (7, 9, length)
     out = torch.zeros(length, dtype=torch.uint8)
-    message.take(out, 0, lambda _: None)
+    message.begin(out, 0)
     assert torch.equal(out, given.byte())
     assert not loop.sent

@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 from torch.distributed.distributed_c10d import Store
 
-from ringdp.schedule.program import NONE
 from ringdp.transport import threads
 from ringdp.transport.base import (
     MESSAGE,
@@ -40,15 +39,15 @@ from ringdp.transport.base import (
     Transport,
 )
 from ringdp.transport.c10d import wire
+from ringdp.transport.c10d.receiving import Receiving, Unexpected
 from ringdp.transport.c10d.shutdown import cut, hold, retire, watch_for_end
-from ringdp.transport.c10d.wire import COLLECTIVE, tag_of
+from ringdp.transport.c10d.wire import COLLECTIVE, INLINE, tag_of
 from ringdp.transport.records import Call, Observed, RankRecord
 from ringdp.transport.rows import Rows, Unequal
 from ringdp.transport.store.client import StoreClient
 from ringdp.transport.store.failures import Failures, some_rank
 from ringdp.transport.store.status import StatusBoard, listen
 
-SHORT = 64 << 10  # bytes up to which a send does not wait for its receiver, as in shared memory
 GOLDEN = 0x9E3779B97F4A7C15  # see csrc/progress.hpp
 
 
@@ -146,7 +145,7 @@ class C10dTransport(Transport):
         def begin() -> None:
             with self._talking(to):
                 parts = wire.send(self._group, buffer, to, tag, number, kind)
-            if size <= SHORT:
+            if size <= INLINE:
                 self._sending.add(self._spawn(partial(hold, parts)))  # first: `close` waits for it
                 self._end(ticket, size)
             else:
@@ -180,7 +179,9 @@ class C10dTransport(Transport):
                 expected = MESSAGE, kind, buffer.nbytes
                 raise Failed(FailureKind.MISMATCH, peer, expected, (MESSAGE, found, size))
             with self._talking(peer):
-                message.take(buffer, peer, lambda part: self._until(part, peer))
+                part = message.begin(buffer, peer)
+            if part is not None:
+                self._until(part, peer)
             source[0] = peer
             self._end(ticket)
 
@@ -241,15 +242,17 @@ class C10dTransport(Transport):
             return  # after a failure, no collective ends
         number = ours.call[0]
         rows = Rows(run.program, buffer, run.bounds, run.op)
+        receiving = Receiving(
+            self._group, run.program, rows, ours, buffer, self._talking, self._until
+        )
         sends: list[tuple[Work, int, int]] = []
         bytes_sent = 0
-        for row in run.program:
+        for at, row in enumerate(run.program):
             self._status.waits(row.round, row.recv_peer)
-            received = None
-            if row.recv_peer != NONE:
-                received = self._received(row.recv_peer, ours, buffer, rows.room(row))
             try:
-                sent = rows.run(row, received)
+                sent = rows.run(at, receiving.value(at))
+            except Unexpected as e:
+                raise Failed(FailureKind.MISMATCH, e.peer, e.expected, e.found) from None
             except Unequal:
                 raise Failed(FailureKind.MISMATCH, some_rank(row.recv_peer, self.rank)) from None
             if sent is not None:
@@ -264,19 +267,6 @@ class C10dTransport(Transport):
             self._until(part, peer)
         self._status.end(number)
         self._end(ticket, bytes_sent)
-
-    def _received(self, peer: int, ours: Stamped, buffer: Tensor, room: int | None) -> Tensor:
-        with self._talking(peer):
-            message = wire.Incoming(self._group, peer, COLLECTIVE)
-        self._until(message.first, peer)
-        found, size = message.stamp, buffer.element_size()
-        expected = ours.call[0], ours.digest, found[2] if room is None else room * size
-        if found != expected or found[2] % size or not 0 <= found[2] <= buffer.nbytes:
-            raise Failed(FailureKind.MISMATCH, peer, expected, found)
-        value = buffer.new_empty(found[2] // size)
-        with self._talking(peer):
-            message.take(value, peer, lambda part: self._until(part, peer))
-        return value
 
     @contextmanager
     def _talking(self, peer: int) -> Iterator[None]:

@@ -1,15 +1,13 @@
-"""Messages over a torch.distributed group: a first part of fixed length, then the rest.
+"""Messages over gloo: a stamp, with a payload of up to INLINE bytes; a longer one comes after it.
 
-    first   its stamp: number, kind or digest, length (int64 each) | first INLINE payload bytes
-    rest    the rest of the payload, if there is any
+    stamp   number, kind or digest, length of the payload (int64 each)
 
-If a message is longer than the buffer posted for it, a backend may abort the process, as gloo does.
-So the receiver checks the length in the first part before it posts a buffer for the rest.
+If a message is longer than the buffer posted for it, gloo aborts the process. So a receiver posts
+one for a stamp with INLINE bytes, and for a longer payload only when it has checked the length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
 from typing import cast
 
@@ -23,11 +21,12 @@ from ringdp.transport.base import STAMP_BYTES, Stamp
 from ringdp.transport.store.client import PATIENCE, StoreSilent
 from ringdp.transport.store.handshake import Handshake
 
-INLINE = 1000  # bytes
-# A backend's tags have 31 bits: for collectives; two that carry no messages, which only notice the
-# end of a peer, and cut connections; from USERS on for users' tags; from RESTS on for long rests.
-COLLECTIVE, ENDS, CUT, USERS, RESTS = 0, 1, 2, 3, 1 << 30
-TAGS = RESTS - USERS
+INLINE = 64 << 10  # bytes; up to this a send does not wait for its receiver, as in shared memory
+# gloo's tags have 31 bits: one for collectives, and one for their long payloads; two without
+# messages, which only notice the end of a peer, and cut connections; from USERS on for users' tags,
+# and from LONGS on for their long payloads.
+COLLECTIVE, PAYLOAD, ENDS, CUT, USERS, LONGS = 0, 1, 2, 3, 4, 1 << 30
+TAGS = LONGS - USERS
 LONG = timedelta(days=365)  # callers enforce timeouts of their own
 
 
@@ -55,16 +54,13 @@ def gloo(handshake: Handshake, store: Store) -> ProcessGroup:
 def send(
     group: ProcessGroup, payload: Tensor, to: int, tag: int, number: int, kind: int
 ) -> list[Work]:
-    """Start sending `payload`, which is copied and may be changed at once. `number`, `kind`: of its
-    stamp."""
+    """Start sending `payload`. Over INLINE bytes it must not change before the last of these works
+    has ended. `number`, `kind`: of its stamp."""
     data = as_bytes(payload)
-    first = torch.zeros(STAMP_BYTES + INLINE, dtype=torch.uint8)
-    first[:STAMP_BYTES] = torch.tensor([number, kind, len(data)]).view(torch.uint8)
-    first[STAMP_BYTES : STAMP_BYTES + len(data)] = data[:INLINE]
-    parts = [group.send([first], to, tag)]
-    if len(data) > INLINE:
-        parts.append(group.send([data[INLINE:].clone()], to, _rest_tag(tag, number)))
-    return parts
+    stamp = torch.tensor([number, kind, len(data)]).view(torch.uint8)
+    if len(data) <= INLINE:
+        return [group.send([torch.cat([stamp, data])], to, tag)]
+    return [group.send([stamp], to, tag), group.send([data], to, _payload_tag(tag, number))]
 
 
 class Incoming:
@@ -82,16 +78,18 @@ class Incoming:
     @property
     def stamp(self) -> Stamp:
         """The message's stamp, valid once the first part has arrived."""
-        number, kind, length = self._first[:STAMP_BYTES].clone().view(torch.int64).tolist()
+        number, kind, length = self._first[:STAMP_BYTES].view(torch.int64).tolist()
         return number, kind, length
 
-    def take(self, into: Tensor, sender: int, wait: Callable[[Work], None]) -> None:
-        """Receive the payload into a buffer, which must be as long as the stamp says."""
+    def begin(self, into: Tensor, sender: int) -> Work | None:
+        """Start to receive the payload into a buffer, which must be as long as the stamp says.
+        Returns None if it is there already."""
         data = as_bytes(into)
-        data[:INLINE] = self._first[STAMP_BYTES : STAMP_BYTES + len(data)]
         if len(data) > INLINE:
             number, _, _ = self.stamp
-            wait(self._group.recv([data[INLINE:]], sender, _rest_tag(self._tag, number)))
+            return self._group.recv([data], sender, _payload_tag(self._tag, number))
+        data.copy_(self._first[STAMP_BYTES : STAMP_BYTES + len(data)])
+        return None
 
 
 def as_bytes(buffer: Tensor) -> Tensor:
@@ -100,13 +98,13 @@ def as_bytes(buffer: Tensor) -> Tensor:
 
 
 def tag_of(kind: int) -> int:
-    """Return the backend's tag for a kind of message. Raises UsageError if its tag is too large."""
+    """Return gloo's tag for a kind of message. Raises UsageError if its tag is too large."""
     tag = kind >> 24
     if tag >= TAGS:
         raise UsageError(f"tag is {tag}; over torch.distributed tags are 0..{TAGS - 1}")
     return USERS + tag
 
 
-def _rest_tag(tag: int, number: int) -> int:
-    """Return the backend's tag for the rest of a message that has this tag and number."""
-    return COLLECTIVE if tag == COLLECTIVE else RESTS + number % (1 << 30)
+def _payload_tag(tag: int, number: int) -> int:
+    """Return gloo's tag for the long payload of a message that has this tag and number."""
+    return PAYLOAD if tag == COLLECTIVE else LONGS + number % (1 << 30)
