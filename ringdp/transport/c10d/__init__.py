@@ -1,1 +1,1 @@
-"""The transport over any torch.distributed group, such as gloo between hosts."""
+"""The transport over gloo, between hosts too."""

@@ -1,4 +1,4 @@
-"""The transport over any torch.distributed group, such as gloo between hosts.
+"""The transport over gloo, between hosts too.
 
 One thread runs the rows in order and another starts the messages. Both send asynchronously, so they
 wait only for what they receive. Failures go through the group's store: ranks that wait for a dead
