@@ -39,12 +39,15 @@ def net() -> nn.Sequential:
     return nn.Sequential(*(Block() for _ in range(3)))
 
 
-def train(model: nn.Module, call: Callable[..., Any]) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+def train(
+    model: nn.Module, call: Callable[..., Any], optimizer: Any = None, take_step: Any = None
+) -> None:
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    take_step = take_step or optimizer.step
     for step in range(3):
         batch = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
         call(batch).square().mean().backward()
-        optimizer.step()
+        take_step()
         optimizer.zero_grad()
 
 
@@ -73,6 +76,25 @@ def test_compiled_models_train_as_in_one_process(
                 dict(model.named_parameters()), dict(twin.named_parameters())
             )
         engine.close()
+
+
+@kinds
+@on_ranks(2)
+def test_a_compiled_step_steps_slices(
+    comm: Communicator, stage: int, precision: Precision | None
+) -> None:
+    """The engine's hooks around an optimizer's step run between the graphs."""
+    torch._dynamo.reset()
+    model, twin = net(), net()
+    engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    torch._dynamo.utils.counters.clear()
+    train(model, model, optimizer, torch.compile(optimizer.step, backend=BACKEND))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    train(twin, twin)
+    with engine.full_parameters():
+        torch.testing.assert_close(dict(model.named_parameters()), dict(twin.named_parameters()))
+    engine.close()
 
 
 @kinds

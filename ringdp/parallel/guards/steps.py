@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
@@ -26,9 +27,11 @@ _NOT_BY_ELEMENT = frozenset(
 def listen(before: Callable[[Optimizer], None], after: Callable[[Optimizer], None]) -> list[Any]:
     """Calls both around every step of any optimizer, until the returned handles are removed.
 
-    A closure that the step is given runs between an `after` and a `before`.
+    A closure that the step is given runs between an `after` and a `before`. In a step that is
+    compiled they run between graphs, which cannot hold a change of a parameter's class.
     """
 
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def begin(optimizer: Optimizer, args: Any, named: dict[str, Any]) -> tuple[Any, Any]:
         def wrapped(given: Any) -> Any:
             if not callable(given):
@@ -45,10 +48,11 @@ def listen(before: Callable[[Optimizer], None], after: Callable[[Optimizer], Non
         before(optimizer)
         return tuple(map(wrapped, args)), {name: wrapped(x) for name, x in named.items()}
 
-    return [
-        register_optimizer_step_pre_hook(begin),
-        register_optimizer_step_post_hook(lambda optimizer, *_: after(optimizer)),
-    ]
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def end(optimizer: Optimizer, *_: object) -> None:
+        after(optimizer)
+
+    return [register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)]
 
 
 def has_any(optimizer: Optimizer, units: Sequence[FlatUnit]) -> bool:
