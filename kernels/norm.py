@@ -82,7 +82,7 @@ def check(tensors: Sequence[Tensor]) -> None:
 def squared_norm_torch(tensors: Sequence[Tensor]) -> Tensor:
     check(tensors)
     sums = [x.double().square().sum() for x in tensors]
-    return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64)
+    return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device="cpu")
 
 
 @jit(num_warps=THREADS // 32, unspecialized=("total",))

@@ -70,9 +70,9 @@ def chunk_table(spans: Sequence[Span], itemsize: int, block: int) -> Tensor:
 
     `itemsize`: bytes of an element at an address.
     """
-    table = torch.tensor(spans, dtype=torch.int64).view(-1, 3)
+    table = torch.tensor(spans, dtype=torch.int64, device="cpu").view(-1, 3)
     pieces = (table[:, 2] + block - 1) // block
-    skip = torch.arange(int(pieces.sum()))
+    skip = torch.arange(int(pieces.sum()), device="cpu")
     skip = (skip - (pieces.cumsum(0) - pieces).repeat_interleave(pieces)) * block
     table = table.repeat_interleave(pieces, 0)
     table[:, 0] += skip * itemsize * (table[:, 0] != 0)

@@ -251,3 +251,22 @@ def _by_locale(call: ast.Call) -> bool:
     ):
         return "encoding" not in given
     return "text" in given and name in ("run", "Popen")
+
+
+def test_tensors_are_made_on_a_device_that_is_named() -> None:
+    """Otherwise they are on the caller's default device, such as meta or a GPU, where what is meant
+    for the host must not be."""
+    found = [
+        f"{file.relative_to(ROOT)}:{call.lineno}"
+        for module, file in MODULES.items()
+        if not module.startswith("ringdp.cli.")
+        for call in ast.walk(ast.parse(file.read_bytes()))
+        if isinstance(call, ast.Call) and _on_default_device(call)
+    ]
+    assert found == [], "say device="
+
+
+def _on_default_device(call: ast.Call) -> bool:
+    makers = "arange as_tensor asarray empty full ones scalar_tensor sparse_coo_tensor tensor zeros"
+    made = ast.unparse(call.func) in [f"torch.{maker}" for maker in makers.split()]
+    return made and "device" not in {word.arg for word in call.keywords}

@@ -115,7 +115,7 @@ class Communicator(Reductions, Moves, Messages, Named):
 
         Collective: every rank must call it.
         """
-        name = self._agreed(self.all_reduce, torch.zeros(1))
+        name = self._agreed(self.all_reduce, torch.zeros(1, device="cpu"))
         return self._create(name, self._ranks, self._siblings)
 
     def name_tags(self, units: Sequence[str]) -> None:
@@ -132,7 +132,7 @@ class Communicator(Reductions, Moves, Messages, Named):
         if color is not None:
             color = check_int("split", "color", color, most, "but for None, colors")
         key = check_int("split", "key", key, most, "keys", -most)
-        color_key = torch.tensor([-1 if color is None else color, key])
+        color_key = torch.tensor([-1 if color is None else color, key], device="cpu")
         gathered = color_key.new_empty(self.size, 2)
         name = self._agreed(self.all_gather, gathered, color_key)
         if color is None:

@@ -144,7 +144,7 @@ class Issuer:
         self.rank, self.size = transport.rank, transport.ranks
         self._transport, self._guard, self.closed = transport, guard, False
         # The barrier's buffer. On the host, since collectives on a GPU return before they end.
-        self._zero = torch.zeros(1, dtype=torch.int32)
+        self._zero = torch.zeros(1, dtype=torch.int32, device="cpu")
         self._ready = transport.ready  # None if every call goes through Python
         if self._ready:
             kinds = [fingerprint("send", dtype, "sum", 0) for dtype in DTYPES]

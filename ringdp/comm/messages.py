@@ -86,7 +86,7 @@ class Messages(Issuer):
         if later and not async_op:
             raise UsageError("recv in a group cannot say who sent; allowed: irecv")
         out = flat_output(tensor, "recv: tensor")
-        source = torch.empty(1, dtype=torch.int64)
+        source = torch.empty(1, dtype=torch.int64, device="cpu")
         ticket = self._transport.receive(out.data, sender, kind, source, background=later)
         return self._wait_if_sync(Received(self._guard, call, ticket, out.copy_back, source), later)
 

@@ -39,4 +39,6 @@ class Offload:
 
     def empty(self, elements: int, dtype: torch.dtype) -> Tensor:
         """An uninitialised flat buffer in host memory."""
-        return torch.empty(elements, dtype=dtype, pin_memory=self.pin and torch.cuda.is_available())
+        return torch.empty(
+            elements, dtype=dtype, pin_memory=self.pin and torch.cuda.is_available(), device="cpu"
+        )

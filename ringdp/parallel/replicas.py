@@ -79,10 +79,10 @@ def _difference(first: Facts, facts: Facts, rank: int) -> str | None:
 def gather_json(comm: Communicator, value: object) -> list[Any]:
     """Every rank's value, which must be JSON. Collective."""
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    sizes = torch.empty(comm.size, dtype=torch.int64)
-    comm.all_gather(sizes, torch.tensor([data.numel()]))
+    sizes = torch.empty(comm.size, dtype=torch.int64, device="cpu")
+    comm.all_gather(sizes, torch.tensor([data.numel()], device="cpu"))
     each = sizes.tolist()
-    whole = torch.empty(sum(each), dtype=torch.uint8)
+    whole = torch.empty(sum(each), dtype=torch.uint8, device="cpu")
     comm.all_gather_v(whole, data, each)
     return [json.loads(part.numpy().tobytes()) for part in torch.split(whole, each)]
 

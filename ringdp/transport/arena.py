@@ -62,7 +62,7 @@ class Arena:
         # See Note [the collector comes at any time].
         weakref.finalize(block, self._returned.append, (begin, begin + size)).atexit = False
         if used == 0:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         return torch.from_numpy(block).view(dtype).view(shape)
 
     def hold(self, used: Iterable[object], until: Callable[[], bool]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 import ringdp
-from ringdp import Communicator, Offload, Precision
+from ringdp import Communicator, LossScaler, Offload, Precision
 from ringdp.parallel.guards.resting import ShardedParam
 from ringdp.parallel.optimizer.clip import unscale_gradients
 from tests.parallel.small import (
@@ -155,6 +156,46 @@ def test_loops_train_as_in_one_process(
         assert_equal(engine, twin)
         assert len(engine.gathering._seen) <= 2 * len(engine.units)
         engine.close()
+
+
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_the_default_device_need_not_be_the_models(
+    comm: Communicator, tmp_path: Path, stage: int
+) -> None:
+    """As after `torch.set_default_device("cuda")`, or where a model is made and sharded within
+    `torch.device("meta")`."""
+    model, twin, x = net(), net(), batch()
+    with torch.device("meta"):
+        comm.split(0, comm.rank).close()
+        engine = ringdp.shard(model, stage=stage, comm=comm)
+        optimizer, scaler = ringdp.AdamW(model.parameters()), LossScaler(engine)
+        scaler.scale(model(x).square().mean()).backward()
+        scaler.unscale_()
+        norm = ringdp.clip_grad_norm_(engine, 0.1)
+        scaler.step(optimizer)
+        ringdp.save(tmp_path / "saved", engine, optimizer)
+        ringdp.load(tmp_path / "saved", engine, optimizer)
+        engine.comm.barrier()
+    twins_optimizer = ringdp.AdamW(twin.parameters())
+    twin(x).square().mean().backward()
+    assert norm == pytest.approx(float(nn.utils.clip_grad_norm_(twin.parameters(), 0.1)))
+    twins_optimizer.step()
+    assert_equal(engine, twin)
+    engine.close()
+
+
+@on_ranks(2)
+def test_the_default_device_need_not_be_that_of_ddps_model(comm: Communicator) -> None:
+    model, twin, x = net(), net(), batch()
+    with torch.device("meta"):
+        wrapper = ringdp.DistributedDataParallel(model, find_unused_parameters=True)
+        for _ in range(2):
+            wrapper(x).square().mean().backward()
+    for _ in range(2):
+        twin(x).square().mean().backward()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
 
 
 @with_and_without_precision

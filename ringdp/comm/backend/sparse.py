@@ -51,8 +51,8 @@ def sum_of_sparse(
     indices, values = coalesced.indices(), coalesced.values()
     if scale is not None:
         values = values * scale
-    counts = torch.empty(comm.size, dtype=torch.int64)
-    comm.all_gather(counts, torch.tensor([values.shape[0]]), tag=tag)
+    counts = torch.empty(comm.size, dtype=torch.int64, device="cpu")
+    comm.all_gather(counts, torch.tensor([values.shape[0]], device="cpu"), tag=tag)
     each = counts.tolist()
     row = values.shape[1:].numel()
     all_indices = indices.new_empty(sum(each), indices.shape[0])
@@ -67,5 +67,6 @@ def sum_of_sparse(
             tensor.shape,
             is_coalesced=True,
             check_invariants=False,
+            device=values.device,
         )
     return total.coalesce()

@@ -82,7 +82,7 @@ def _values(read: Read, entry: Entry, file: Files) -> Tensor:
         span = (begin - part.begin, end - part.begin) if entry.single is None else (0, 1)
         values.append(file(part.rank).read(read.key, *span))
     if not values:
-        return torch.empty(0, dtype=dtype_of(entry.dtype))
+        return torch.empty(0, dtype=dtype_of(entry.dtype), device="cpu")
     return torch.cat(values) if len(values) > 1 else values[0]
 
 

@@ -74,5 +74,6 @@ class TensorFile:
         _, elements = self.dtype_and_elements(name)
         if not 0 <= begin <= end <= elements:
             raise CheckpointError(f"{self.path}: elements {begin}..{end} of {name}, of {elements}")
-        values: Tensor = self._file.get_slice(name)[begin:end]
+        with torch.device("cpu"):  # safetensors moves it to the default device
+            values: Tensor = self._file.get_slice(name)[begin:end]
         return values.clone()  # not a view of the mapped file

@@ -156,8 +156,11 @@ class SparseBucket:
 
     def blank(self) -> None:
         p = self.slots[0].parameter
-        rows, indices = p.detach().new_empty(0, *p.shape[1:]), torch.empty(1, 0, dtype=torch.int64)
-        self._sum = torch.sparse_coo_tensor(indices, rows, p.shape, check_invariants=False)
+        rows = p.detach().new_empty(0, *p.shape[1:])
+        indices = rows.new_empty(1, 0, dtype=torch.int64)
+        self._sum = torch.sparse_coo_tensor(
+            indices, rows, p.shape, check_invariants=False, device=p.device
+        )
 
     def start(self) -> Callable[[], object]:
         return lambda: self.store(sum_of_sparse(self.comm, self._sum, tag=self.index))

@@ -148,7 +148,9 @@ class Reducer:
         self._check_reducer_finalized()
         if self.rebuilt or not self._order or self.settings.seeks_unused:
             return False
-        order = torch.tensor([*(self._order | dict.fromkeys(range(len(self.parameters))))])
+        order = torch.tensor(
+            [*(self._order | dict.fromkeys(range(len(self.parameters))))], device="cpu"
+        )
         with broadcast():
             self.comm.broadcast(order)
         self._build(order.tolist())
@@ -307,7 +309,7 @@ class Reducer:
     def _ask_users(self, missing: Sequence[int]) -> Callable[[], bool]:
         """Count the ranks that use each parameter. Returns a function that waits, and tells whether
         any rank got a gradient in this backward."""
-        used = torch.ones(len(self.parameters) + 1, dtype=torch.int32)
+        used = torch.ones(len(self.parameters) + 1, dtype=torch.int32, device="cpu")
         used[[i for i in missing if i not in self._used]] = 0
         used[-1] = len(missing) < len(self.parameters)
         wait = all_reduce(self.comm, used, tag=len(self.buckets))
@@ -338,7 +340,7 @@ class Reducer:
 
     def _get_local_used_map(self) -> Tensor:
         """How many ranks used each parameter, in the last backward that counted them."""
-        return torch.tensor(self._users, dtype=torch.int32)
+        return torch.tensor(self._users, dtype=torch.int32, device="cpu")
 
     def _ddp_graph_static(self) -> bool:
         """Whether every backward so far left the same parameters unused on this rank."""

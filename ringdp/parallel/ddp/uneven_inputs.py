@@ -46,8 +46,8 @@ class UnevenInputs:
 
         With `throw`, raises ModelError on every rank once one has run out.
         """
-        rows = torch.empty(self.comm.size * len(mine), dtype=torch.int64)
-        self.comm.all_gather(rows, torch.tensor(mine))
+        rows = torch.empty(self.comm.size * len(mine), dtype=torch.int64, device="cpu")
+        self.comm.all_gather(rows, torch.tensor(mine, device="cpu"))
         found = [Status(*row) for row in rows.view(self.comm.size, -1).tolist()]
         training = [rank for rank, status in enumerate(found) if status.trains]
         if self.throw and 0 < len(training) < self.comm.size:

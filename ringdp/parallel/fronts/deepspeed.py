@@ -75,7 +75,9 @@ def initialize(
     if fp16["enabled"] and bf16["enabled"]:
         raise UsageError("config: fp16 and bf16 are both enabled; allowed: one of them")
     param = torch.float16 if fp16["enabled"] else torch.bfloat16 if bf16["enabled"] else None
-    itemsize = (param or next(model.parameters(), torch.empty(0)).dtype).itemsize
+    itemsize = (
+        param or next((p.dtype for p in model.parameters()), torch.get_default_dtype())
+    ).itemsize
     sizes = [s for s in (zero["reduce_bucket_size"], zero["allgather_bucket_size"]) if s]
     prefetch, live = zero["stage3_prefetch_bucket_size"], zero["stage3_max_live_parameters"]
     batches = configs.batches(settings, comm.size)

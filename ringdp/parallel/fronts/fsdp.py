@@ -301,7 +301,7 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
         """The norm of all gradients over all ranks, before they were clipped. Collective."""
         check_whole("clip_grad_norm_", self.module, self.engine.model)
         refuse("clip_grad_norm_", norm_type=(norm_type, 2.0))
-        return torch.tensor(clip_grad_norm_(self.engine, max_norm))
+        return torch.tensor(clip_grad_norm_(self.engine, max_norm), device=self.engine.device)
 
     @staticmethod
     def summon_full_params(

@@ -128,8 +128,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, JoinableOverGroup):
     def _share_gradients(self, *, trains: bool) -> None:
         """Ranks without inputs take the gradients of a rank that trains. Collective."""
         wholes = self._wholes()
-        mine = torch.tensor([trains, *(p.grad is not None for p in wholes)], dtype=torch.uint8)
-        rows = torch.empty(self.comm.size, len(mine), dtype=torch.uint8)
+        mine = torch.tensor(
+            [trains, *(p.grad is not None for p in wholes)], dtype=torch.uint8, device="cpu"
+        )
+        rows = torch.empty(self.comm.size, len(mine), dtype=torch.uint8, device="cpu")
         self.comm.all_gather(rows, mine)
         training = rows[:, 0].nonzero().flatten().tolist()
         if len(training) == self.comm.size:

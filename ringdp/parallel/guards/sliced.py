@@ -134,11 +134,11 @@ def _foreach_norm(
         for t in tensors
     ]
     for owner, places in _by_owner(tensors, "the norm of gradients is taken").items():
-        mine = torch.zeros(len(places), dtype=torch.float64)
+        mine = torch.zeros(len(places), dtype=torch.float64, device="cpu")
         for i, at in enumerate(places):
             if tensors[at].numel():
                 mine[i] = torch.linalg.vector_norm(tensors[at], order, dtype=torch.float64)
-        every = torch.empty(owner.comm.size * len(places), dtype=torch.float64)
+        every = torch.empty(owner.comm.size * len(places), dtype=torch.float64, device="cpu")
         owner.comm.all_gather(every, mine)
         norms = torch.linalg.vector_norm(every.view(-1, len(places)), order, dim=0)
         for at, norm in zip(places, norms, strict=True):

@@ -54,7 +54,7 @@ class AdamW(torch.optim.Optimizer):
         steps = []
         for p in params:  # one may be listed twice
             state = self.state[p]
-            state["step"] = state["step"] + 1 if "step" in state else torch.ones(())
+            state["step"] = state["step"] + 1 if "step" in state else torch.ones((), device="cpu")
             steps.append(int(state["step"]))
         return steps
 

@@ -27,7 +27,7 @@ def _norm(engine: Engine, units: Sequence[FlatUnit]) -> float:
     shards = [unit.gradients.reduced.view(count, -1) for unit in units]
     sums = torch.stack([squared_norm([s[i] for s in shards]) for i in range(count)]).cpu()
     if slices:
-        every = torch.empty(engine.comm.size, dtype=torch.float64)
+        every = torch.empty(engine.comm.size, dtype=torch.float64, device="cpu")
         engine.comm.all_gather(every, sums)
         sums = every
     total = 0.0

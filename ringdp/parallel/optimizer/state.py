@@ -107,7 +107,7 @@ def gathered(
                     views[key] = _gather(comm, unit, optimizer, name, getattr(torch, dtype), root)
                 value = views[key][at]
             elif dtype is not None:
-                value = torch.tensor(value, dtype=getattr(torch, dtype)).view(shape)
+                value = torch.tensor(value, dtype=getattr(torch, dtype), device="cpu").view(shape)
             whole[number][name] = value
     return dict(sorted(whole.items()))
 

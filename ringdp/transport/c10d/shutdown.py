@@ -31,7 +31,7 @@ SHORTEST = timedelta(milliseconds=1)
 def watch_for_end(group: ProcessGroup, failures: Failures, rank: int) -> None:
     """Wait until that rank's connection drops, and report the rank as LOST unless it has closed."""
     try:
-        group.recv([torch.empty(1)], rank, ENDS).wait(wire.LONG)
+        group.recv([torch.empty(1, device="cpu")], rank, ENDS).wait(wire.LONG)
     except RuntimeError:
         with suppress(DistError):  # the store has gone too, which waiting threads will notice
             while failures.failure is None:
@@ -76,7 +76,7 @@ def cut(group: ProcessGroup) -> None:
     if group.size() > 1:
         with suppress(RuntimeError):
             neighbour = (group.rank() + 1) % group.size()
-            group.recv([torch.empty(1)], neighbour, CUT).wait(SHORTEST)
+            group.recv([torch.empty(1, device="cpu")], neighbour, CUT).wait(SHORTEST)
 
 
 def hold(parts: list[Work]) -> None:

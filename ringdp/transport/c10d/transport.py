@@ -188,7 +188,7 @@ class C10dTransport(Transport):
         return self._post(begin, ticket)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
 
     def wait(self, ticket: int, timeout: float) -> bool:
         self._failures.wait_until(lambda: ticket not in self._open, timeout)

@@ -57,7 +57,7 @@ def send(
     """Start sending `payload`. Over INLINE bytes it must not change before the last of these works
     has ended. `number`, `kind`: of its stamp."""
     data = as_bytes(payload)
-    stamp = torch.tensor([number, kind, len(data)]).view(torch.uint8)
+    stamp = torch.tensor([number, kind, len(data)], device="cpu").view(torch.uint8)
     if len(data) <= INLINE:
         return [group.send([torch.cat([stamp, data])], to, tag)]
     return [group.send([stamp], to, tag), group.send([data], to, _payload_tag(tag, number))]
@@ -69,7 +69,7 @@ class Incoming:
     def __init__(self, group: ProcessGroup, sender: int, tag: int) -> None:
         """Post the receive of the first part from `sender`, or from any rank if it is -1."""
         self._group, self._tag = group, tag
-        self._first = torch.empty(STAMP_BYTES + INLINE, dtype=torch.uint8)
+        self._first = torch.empty(STAMP_BYTES + INLINE, dtype=torch.uint8, device="cpu")
         if sender < 0:
             self.first = group.recv_anysource([self._first], tag)
         else:

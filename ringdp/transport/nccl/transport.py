@@ -61,7 +61,8 @@ class NcclTransport(DeviceTransport):
         if self.ranks == 1:
             return None
         comm, streams = self._nccl.comm, self._streams
-        sent, theirs = streams.sent(torch.tensor(ours.stamp)), streams.empty(STAMP_BYTES)
+        sent = streams.sent(torch.tensor(ours.stamp, device="cpu"))
+        theirs = streams.empty(STAMP_BYTES)
         behind, before = (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
         with grouped(self._binding):
             comm.send(sent.data_ptr(), STAMP_BYTES, BYTES, behind, streams.handle)

@@ -78,11 +78,13 @@ class PeerTransport(DeviceTransport):
         super().__init__(given, where)
 
     def _join(self) -> None:
-        self._counts = self._streams.sent(torch.zeros(self._shape.counts, dtype=torch.int64))
-        self._table = self._streams.sent(torch.tensor(self._windows.addresses))
+        self._counts = self._streams.sent(
+            torch.zeros(self._shape.counts, dtype=torch.int64, device="cpu")
+        )
+        self._table = self._streams.sent(torch.tensor(self._windows.addresses, device="cpu"))
         # Kernel and host both write and poll it, so on a GPU it is pinned host memory: a copy to
         # the GPU might wait for the very kernel that it has to end.
-        self._failure = torch.zeros(1, dtype=torch.int64)
+        self._failure = torch.zeros(1, dtype=torch.int64, device="cpu")
         if self.device.type == "cuda":
             self._failure = self._failure.pin_memory()
         self._streams.drain()
@@ -123,7 +125,7 @@ class PeerTransport(DeviceTransport):
             raise self._uncapturable("a table for its kernel")
         program = jobs.greeted(run.program)
         rows = jobs.rows_of(program).flatten().view(torch.int64)  # 6 int32 each
-        tables = self._streams.sent(torch.cat([torch.tensor(run.bounds), rows]))
+        tables = self._streams.sent(torch.cat([torch.tensor(run.bounds, device="cpu"), rows]))
         job = Job(
             self.rank,
             *self._shape,
@@ -143,7 +145,7 @@ class PeerTransport(DeviceTransport):
             windows=self._table.data_ptr(),
         )
         shared = jobs.shared_bytes(program)
-        return _Made(self._streams.sent(torch.tensor([job])), tables, shared)
+        return _Made(self._streams.sent(torch.tensor([job], device="cpu")), tables, shared)
 
     # --- on the watchdog thread
 

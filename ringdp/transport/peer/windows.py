@@ -98,7 +98,7 @@ class CudaWindows:
             with self._on():
                 self._mapped[rank] = own = self._cuda.malloc(size)
                 self._cuda.memset(own, 0, size)
-                mark = torch.tensor([size, rank])
+                mark = torch.tensor([size, rank], device="cpu")
                 self._cuda.memcpy(own + MARK, mark.data_ptr(), mark.nbytes, TO_DEVICE)
                 self._cuda.deviceSynchronize()
                 handshake.publish(f"window/{rank}", self._cuda.ipcGetMemHandle(own).hex())
@@ -131,7 +131,7 @@ class CudaWindows:
 
     def _check(self, rank: int, size: int) -> None:
         """Raises CommunicationError if the handle was of another allocation."""
-        found = torch.zeros(2, dtype=torch.int64)
+        found = torch.zeros(2, dtype=torch.int64, device="cpu")
         self._cuda.memcpy(found.data_ptr(), self._mapped[rank] + MARK, found.nbytes, TO_HOST)
         if found.tolist() != [size, rank]:
             raise CommunicationError(
