@@ -70,6 +70,8 @@ class Gathering:
             self._position = found
         self._seen.append(index)
         self.in_use.append(index)
+        if unit.state is State.GATHERING and unit.is_stale():
+            unit.drop()
         if unit.state is State.SHARDED:
             unit.gather(self.comm)
         self._ahead.discard(index)
@@ -170,7 +172,7 @@ class Gathering:
         lost: list[str] = []
         for unit in units:
             if unit.state is State.GATHERING:
-                unit.unshard()
+                unit.drop()
             if unit.state is State.UNSHARDED and not unit.static:
                 lost += unit.lost()
                 unit.reshard()

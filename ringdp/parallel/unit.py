@@ -34,7 +34,7 @@ from ringdp.parallel.units import UnitSpec
 class State(Enum):
     """
     SHARDED --gather--> GATHERING --unshard--> UNSHARDED --reshard--> SHARDED
-    UNSHARDED --set_aside--> GATHERING
+    UNSHARDED --set_aside--> GATHERING --drop--> SHARDED
     SHARDED --summon--> SUMMONED --dismiss--> SHARDED
 
     In stage 0 a unit is always UNSHARDED instead of SHARDED, unless its masters are apart.
@@ -125,6 +125,7 @@ class FlatUnit:
         self.state = State.UNSHARDED
         self.followed = list[int]()  # the masters' versions that `computed` has the values of
         self.versions = list[int]()  # see `lost`
+        self.gathered = list[int]()  # see `is_stale`
         self.work: Work | None = None
         self.reader: torch.cuda.Stream | None = None  # copies the master from the host
         self._settle_in(self.views if self.static else self.rest)
@@ -143,6 +144,7 @@ class FlatUnit:
         """SHARDED -> GATHERING: start the all_gather. Collective."""
         assert self.state is State.SHARDED
         self.settle()
+        self.gathered = self._versions()
         if self.freed:
             full = self.coming
             if not full.untyped_storage().nbytes():  # else Ctrl-C ended a gather that may go on
@@ -162,6 +164,16 @@ class FlatUnit:
             if self.plan.padded:  # the root may have no parameters
                 self.work = comm.all_gather(full, shard, async_op=True, tag=self.index)
         self.state = State.GATHERING
+
+    def is_stale(self) -> bool:
+        """GATHERING: whether the slices were written to, or assigned, since the gather began, as
+        where a model's forward averages weights before it calls the units. Does not see writes
+        through the `.data` of a slice, or by numpy."""
+        return self.gathered != self._versions() or self._has_moved()
+
+    @resting.unguarded
+    def _versions(self) -> list[int]:
+        return [p._version for p in self.parameters]
 
     @resting.unguarded
     def unshard(self) -> None:
@@ -192,7 +204,16 @@ class FlatUnit:
     def set_aside(self) -> None:
         """UNSHARDED -> GATHERING: the parameters are slices; the full buffer is kept."""
         self._lay_down()
-        self.state = State.GATHERING
+        self.state, self.gathered = State.GATHERING, self._versions()
+
+    @resting.unguarded
+    def drop(self) -> None:
+        """GATHERING -> SHARDED: wait, and forget what was gathered. Slices keep what was written to
+        them meanwhile, or assigned."""
+        given = [p.data for p in self.parameters]
+        self.unshard()
+        self.reshard()
+        self._point(self.parameters, given)
 
     def _lay_down(self) -> None:
         assert self.state is State.UNSHARDED

@@ -138,6 +138,13 @@ class _Unit(FlatUnit):
     def set_aside(self) -> None:
         self.state = State.GATHERING
 
+    def is_stale(self) -> bool:
+        return False
+
+    def drop(self) -> None:
+        self.unshard()
+        self.reshard()
+
     def lost(self) -> list[str]:
         return []
 

@@ -118,6 +118,56 @@ def test_a_write_during_a_forward_is_kept_or_refused(
     engine.close()
 
 
+class Momentum(nn.Module):
+    """Its forward averages the first block's weights into the last's, by `how`."""
+
+    def __init__(self, how: Callable[[nn.Parameter, nn.Parameter], object]) -> None:
+        super().__init__()
+        self.blocks, self.how = nn.ModuleList(net().children()), how
+        self.blocks[-1].requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            first, last = self.blocks[0].parameters(), self.blocks[-1].parameters()
+            for pair in zip(last, first, strict=True):
+                self.how(*pair)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def average(p: nn.Parameter, q: nn.Parameter) -> None:
+    p.lerp_(q, 0.5)
+
+
+def assign_average(p: nn.Parameter, q: nn.Parameter) -> None:
+    p.data = p.data * 0.5 + q.data * 0.5
+
+
+@with_and_without_precision
+@pytest.mark.parametrize("how", [average, assign_average])
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_units_that_are_gathered_ahead_get_what_a_forward_writes(
+    comm: Communicator,
+    stage: int,
+    how: Callable[[nn.Parameter, nn.Parameter], object],
+    precision: Precision | None,
+) -> None:
+    model, twin = Momentum(how), Momentum(how)
+    engine = ringdp.shard(
+        model, stage=stage, precision=precision, comm=comm, prefetch_bytes=1 << 30
+    )
+    for one in (model, twin):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+        for seed in range(3):
+            loss(one, seed).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_equal(engine, twin)
+    engine.close()
+
+
 @on_ranks(2)
 def test_a_backward_that_wrote_leaves_no_bucket(comm: Communicator) -> None:
     """It raises while the root's is filled, and again when the next forward reshards."""
