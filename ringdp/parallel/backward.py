@@ -91,10 +91,15 @@ class Backwards:
             if unit.freed and index not in self.gathering.in_use:  # freed since, or recomputed
                 self.use(index)
             return
+        if unit.state is State.SUMMONED:
+            if not self._trained():
+                return  # to inputs only, and the weights are there
+            raise UsageError(
+                "backward within full_parameters(), where parameters are for reading only; allowed "
+                "there: torch.autograd.grad"
+            )
         if unit.freed and torch.is_grad_enabled():
             raise UsageError("stage 3 frees weights that create_graph=True needs; use stage 2")
-        if unit.state is State.SUMMONED:
-            raise UsageError("backward within full_parameters(), which is for reading only")
         self._now = now = self._now or self._begin()
         self.use(index)
         hooks, trains = self._grad_hooks[index], index in now.trained

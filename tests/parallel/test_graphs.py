@@ -13,7 +13,14 @@ from torch import Tensor, nn
 import ringdp
 from ringdp import Communicator, Offload, Precision, UsageError
 from tests.equal import equal
-from tests.parallel.small import WIDTH, assert_equal, batch, loss, with_and_without_precision
+from tests.parallel.small import (
+    WIDTH,
+    assert_equal,
+    assert_trains,
+    batch,
+    loss,
+    with_and_without_precision,
+)
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
@@ -252,6 +259,34 @@ def test_gradients_of_inputs_leave_parameters_unchanged(
     for one in (model, twin):
         torch.optim.SGD(one.parameters(), lr=0.1).step()
     assert_equal(engine, twin)
+    engine.close()
+
+
+@with_and_without_precision
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_full_parameters_can_be_differentiated_on_one_rank(
+    comm: Communicator, stage: int, precision: Precision | None
+) -> None:
+    """As in an attack or a saliency map on rank 0. A backward to the parameters is refused."""
+    model, twin = critic(), critic()
+    engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
+
+    def derivatives(one: nn.Module) -> list[Tensor]:
+        x = batch().requires_grad_()
+        (first,) = torch.autograd.grad(one(x).square().sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), x)
+        one(x).sum().backward(inputs=[x])
+        return [first.detach(), second, x.grad, *torch.autograd.grad(loss(one), one.parameters())]
+
+    with engine.full_parameters():
+        if comm.rank == 0:
+            for found, exact in zip(derivatives(model), derivatives(twin), strict=True):
+                torch.testing.assert_close(found, exact)
+            with pytest.raises(UsageError, match=r"allowed there: torch\.autograd\.grad"):
+                loss(model).backward()
+    assert all(p.grad is None for p in model.parameters())
+    assert_trains(engine, twin)
     engine.close()
 
 
