@@ -91,7 +91,7 @@ class UnreducedGrads:
 
     def check_none_waits(self, units: Sequence[FlatUnit], what: str) -> None:
         """Raise UsageError, which begins with `what`, if any sums are not reduced yet."""
-        for unit in units:
+        for unit in units if self._shown else ():  # most often none: norms check before each
             self._forget_cleared(unit)
             if unit not in self:
                 self._keep_zeros(unit)

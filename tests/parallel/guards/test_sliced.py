@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -227,6 +228,24 @@ def test_torchs_scaler_skips_on_all_ranks_or_none(
 
 
 # ---- the gradients themselves
+
+
+@on_ranks(1)
+def test_the_work_of_a_norm_does_not_grow_with_the_model(comm: Communicator) -> None:
+    """torch's clipping takes a norm for each parameter."""
+    calls = []
+    for blocks in (2, 40):
+        model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(blocks)))
+        engine = ringdp.shard(model, stage=1, comm=comm)
+        model(torch.ones(2)).sum().backward()
+        gradient, seen = model[0].weight.grad, list[object]()
+        gradient.norm()
+        sys.setprofile(lambda *_: seen.append(None))  # noqa: B023
+        gradient.norm()
+        sys.setprofile(None)
+        calls.append(len(seen))
+        engine.close()
+    assert calls[1] < 2 * calls[0]
 
 
 @with_and_without_precision
