@@ -22,7 +22,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -101,6 +101,12 @@ class Engine:
         """A `guards.copies.AddHook`."""
         hook = copies.EngineHook(call, may_copy=self._rests_whole)
         self._handles.append(register(hook, **options))
+
+    def __deepcopy__(self, memo: object) -> None:
+        """A copy of a model that has its engine as an attribute has None there."""
+
+    def __reduce__(self) -> NoReturn:
+        copies.refuse_pickle()
 
     # ---- forward
 

@@ -49,14 +49,18 @@ class EngineHook:
         return _nothing
 
     def __reduce__(self) -> NoReturn:
-        raise UsageError(
-            "a sharded model is pickled, and its engine with it. Use ringdp.save or ringdp.export, "
-            "or pickle a copy.deepcopy that is made within full_parameters()"
-        )
+        refuse_pickle()
 
 
 # (register, call, **options): makes `call` a hook of one engine, by a module's method `register`
 AddHook = Callable[..., None]
+
+
+def refuse_pickle() -> NoReturn:
+    raise UsageError(
+        "a sharded model is pickled, and its engine with it. Use ringdp.save or ringdp.export, or "
+        "pickle a copy.deepcopy that is made within full_parameters()"
+    )
 
 
 def _nothing(*_: object) -> None:

@@ -23,7 +23,7 @@ def test_a_deepcopy_is_an_ordinary_model(
     comm: Communicator, stage: int, precision: Precision | None
 ) -> None:
     model = net()
-    engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)
+    model.engine = engine = ringdp.shard(model, stage=stage, precision=precision, comm=comm)  # type: ignore[assignment]
     if stage:
         with pytest.raises(UsageError, match=r"copied: .* Copy it within full_parameters"):
             copy.deepcopy(model)
@@ -31,6 +31,7 @@ def test_a_deepcopy_is_an_ordinary_model(
         pickle.dumps(model)
     with engine.full_parameters():
         twin = copy.deepcopy(model)
+    assert twin.engine is None
     assert_equal(engine, twin)
     issued = engine.gathering.comm.issued
     if comm.rank == 0:
