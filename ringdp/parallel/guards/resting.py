@@ -111,7 +111,8 @@ def _mixes_dtypes(args: Any, kwargs: Any) -> bool:
 _A_SLICE = (
     "is used outside the forward of its unit, or after close() or a full_parameters() that ended "
     "within it, where it is only this rank's flat slice. Read it, or evaluate the model, within "
-    "full_parameters(), entered outside of the forward; for an L2 term take the "
+    "full_parameters(), entered outside of the forward, and change it within "
+    "full_parameters(write=True); for an L2 term take the "
     "optimizer's weight_decay; where a module uses another's weight, let both lie in one unit; "
     "where it is called apart from the one around it, let it be a unit itself."
 )
