@@ -36,9 +36,10 @@ LAST_WORDS = 1.0  # s from SIGTERM to SIGKILL
 
 @contextmanager
 def groups(
-    names: Sequence[str], ranks: int, cores: Sequence[int], largest: int
+    names: Sequence[str], ranks: int, cores: Sequence[int], largest: int, *, pin: bool = True
 ) -> Iterator[dict[str, Group]]:
-    """Start all groups, and yield them by name. `largest` is that of the buffers, in bytes."""
+    """Start all groups, and yield them by name. `largest` is that of the buffers, in bytes. `pin`:
+    each rank to one of the cores."""
     with room_for_sockets():
         directory = tempfile.TemporaryDirectory(prefix=FOLDER)
     started: dict[str, Group] = {}
@@ -48,7 +49,7 @@ def groups(
             for name in names:
                 size = probe_ranks(ranks, len(cores)) if name == "probe" else ranks
                 with signals_held():
-                    started[name] = Group(name, size, cores, largest, Path(place))
+                    started[name] = Group(name, size, cores, largest, Path(place), pin=pin)
             for group in started.values():
                 group.await_hello()
             yield started
@@ -69,7 +70,14 @@ class Group:
     """The ranks of one contender, and the process that started them."""
 
     def __init__(
-        self, name: str, ranks: int, cores: Sequence[int], largest: int, directory: Path
+        self,
+        name: str,
+        ranks: int,
+        cores: Sequence[int],
+        largest: int,
+        directory: Path,
+        *,
+        pin: bool,
     ) -> None:
         self.name, self.ranks, self.version, self._settings = name, ranks, "", ""
         self._log = (directory / f"{name}.log").open("wb")
@@ -79,8 +87,8 @@ class Group:
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.bind(address)
         self._socket.listen(ranks)
-        worker = ["ringdp.cli.bench.worker", name, address, ",".join(map(str, cores))]
-        command = [sys.executable, "-m", *worker]
+        places = ",".join(map(str, cores)) if pin else ""
+        command = [sys.executable, "-m", "ringdp.cli.bench.worker", name, address, places]
         shared = {"OMP_NUM_THREADS": "1", "TMPDIR": str(directory)}
         if name in peers.MPIS:
             launch = peers.launch(name, ranks, len(cores))

@@ -56,6 +56,13 @@ class Options:
         str, Option(help=f"also time some of {','.join((*peers.PEERS, gpus.TORCHS))}")
     ] = ""
     rounds: Annotated[int, Option(help="rounds of each contender, interleaved")] = 10
+    pin: Annotated[
+        bool,
+        Option(
+            "--pin/--no-pin",
+            help="keep every rank on one core, which gloo's ranks share with threads of their own",
+        ),
+    ] = True
     json: Annotated[Path | None, written("write the results here")] = None
 
     @property

@@ -63,7 +63,7 @@ def measure(options: Options, on_step: Callable[[Step], None]) -> Report:
     largest = -(-max(options.sizes[-1], LEAST) // PAGE) * PAGE
     rows: list[Row] = []
     asked = asdict(options) | {"min": options.least, "max": options.most, "json": None}
-    with groups(names, options.ranks, cores, largest) as started:
+    with groups(names, options.ranks, cores, largest, pin=options.pin) as started:
         contenders = {name: started[name].version for name in names[:-1]}
         for place, size in enumerate(options.sizes):
             count = elements(CASES[options.collective], options.dtype, size, options.ranks)

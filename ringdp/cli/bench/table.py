@@ -76,13 +76,15 @@ def show(console: Console, report: Report, options: Options) -> None:
     first = rows[0]
     peers = any(not row.ours for row in rows)
     calls = " to ".join(f"{n:,}" for n in sorted({f(r.calls for r in rows) for f in (min, max)}))
+    pinned = "" if options.pin else ", not pinned"
     versus = "; × peer is the best peer's median over ours" if peers else ""
     say(
         console,
         f"\n{first.collective}, {first.ranks} ranks on {report.machine['cores']} cores "
-        f"({report.machine['cpu']}), {first.dtype}. Times are the slowest rank's, in µs, of "
-        f"{calls} calls in {counted(options.rounds, 'round')}, in which all take turns; bandwidths "
-        f"in GB/s; predicted by α β γ fitted to these medians; % of the physical bound{versus}.",
+        f"({report.machine['cpu']}){pinned}, {first.dtype}. Times are the slowest rank's, in µs, "
+        f"of {calls} calls in {counted(options.rounds, 'round')}, in which all take turns; "
+        f"bandwidths in GB/s; predicted by α β γ fitted to these medians; % of the physical "
+        f"bound{versus}.",
     )
     fitting = (made for made in tables if fits(console, made))
     keys = [column.header for column in tables[-1].columns].index("p50 µs")

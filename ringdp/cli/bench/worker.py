@@ -4,9 +4,10 @@
 
 With RANKS it imports torch once and forks that many ranks, whose buffers have at most BYTES each;
 without, a launcher starts each rank. CORES are core numbers separated by commas. Before any thread
-starts, rank r pins itself to one of them, r modulo their count; ranks on GPUs use all. Between
-rounds a rank sleeps in a read, so that other contenders have the cores. If the controller dies, the
-read ends, and so does the rank, which then removes the controller's directory.
+starts, rank r pins itself to one of them, r modulo their count; ranks on GPUs use all, and so do
+others if CORES is empty. Between rounds a rank sleeps in a read, so that other contenders have the
+cores. If the controller dies, the read ends, and so does the rank, which then removes the
+controller's directory.
 """
 
 from __future__ import annotations
@@ -81,8 +82,8 @@ def _parent_of(ranks: int) -> bool:
 
 def be_rank(name: str, address: str, cores: str) -> None:
     rank = rank_of(name)
-    choice = [int(core) for core in cores.split(",")]
-    if name not in gpus.CONTENDERS:  # NCCL's threads need further cores when it uses sockets
+    choice = [int(core) for core in cores.split(",") if core]
+    if choice and name not in gpus.CONTENDERS:  # NCCL's threads need further cores with sockets
         os.sched_setaffinity(0, {choice[rank % len(choice)]})
     torch.set_num_threads(1)
     with Client(address, "AF_UNIX") as pipe:

@@ -233,8 +233,10 @@ def test_a_rank_that_dies_ends_the_others(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(tempfile, "tempdir", str(long))
     monkeypatch.setattr(groups, "HURRY", 0.1)  # seconds; for a rank that waits for the dead one
     round_ = Round(Task("all_reduce", "auto", False, "float32", "sum", 256), number=0, calls=3)
-    with groups.groups(["shm"], 2, sorted(os.sched_getaffinity(0)), largest=4096) as started:
+    cores = os.sched_getaffinity(0)
+    with groups.groups(["shm"], 2, sorted(cores), largest=4096, pin=False) as started:
         alone = started["shm"]
+        assert [os.sched_getaffinity(pid) for pid in alone._pids] == [cores, cores]
         assert tempfile.gettempdir() == str(long)
         assert len(alone.run(round_)) == 2
         ranks = alone._pids
@@ -263,6 +265,7 @@ def test_a_rank_that_hangs_as_it_starts_ends_the_run(monkeypatch: pytest.MonkeyP
 
         def __init__(self, command: list[str], **options: object) -> None:
             super().__init__(["sleep", "600"], **options)
+            assert command[5] == ",".join(map(str, cores))  # to which ranks pin themselves
             self.pipe = socket.socket(socket.AF_UNIX)
             self.pipe.connect(command[4])
 
@@ -301,7 +304,7 @@ def test_rows_measured_before_a_failure_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scripted = {name: Scripted() for name in ("shm", "probe")}
-    monkeypatch.setattr(run, "groups", lambda *_: nullcontext(scripted))
+    monkeypatch.setattr(run, "groups", lambda *_, **__: nullcontext(scripted))
     file = tmp_path / "rows.json"
     sizes = ["--min", "1K", "--max", "4K", "--rounds", "1", "--json", str(file)]
     assert main(["bench", "all_reduce", *sizes]) != 0
