@@ -71,42 +71,51 @@ class Rows:
         `received`, if any, is the row's `place` or belongs to it from now on.
         """
         row = self._program.listed[at]
-        value = self._read(row.src_chunk) if received is None else received
+        value, holder = received, NONE  # the chunk whose memory the value is in
+        if value is None:
+            value, holder = self._read(row.src_chunk), row.src_chunk
+        elif value is self._chunks.get(row.dst_chunk):
+            holder = row.dst_chunk
         if row.flags and self.room(row) not in (None, value.numel()):
             raise Unequal
         dtype = value.dtype
-        inside = row.src_chunk if received is None else NONE  # the chunk whose memory it is in
-        if received is not None and received is self._chunks.get(row.dst_chunk):
-            inside = row.dst_chunk
         if row.flags & REDUCE:
-            here, wide = self._wide(row.dst_chunk), widened(value)
-            spare = wide if inside == NONE or wide is not value else None
-            inside = row.dst_chunk if row.flags & STORE else NONE
-            value = COMBINE[self._op](here, wide, out=here if row.flags & STORE else spare)
-        sent = None
-        if row.send_peer != NONE:
-            if value.dtype != dtype:
-                value, inside = self._rounded(value, dtype), NONE
-            holder = inside if inside != NONE else row.dst_chunk  # if that is scratch, it takes it
-            changes = self._program.last_store.get(holder, -1) > at
-            sent = value.clone() if changes else value
+            value, holder = self._reduced(row, value, holder)
+        if row.send_peer != NONE and value.dtype != dtype:
+            value, holder = self._rounded(value, dtype), NONE
         if row.flags & STORE:
-            self._write(row.dst_chunk, value, dtype, inside)
-        return sent
+            holder = self._write(row.dst_chunk, value, dtype, holder)
+        if row.send_peer == NONE:
+            return None
+        return value.clone() if self._program.last_store.get(holder, NONE) > at else value
 
     def end(self) -> None:
         """Round the sums that are left, after the last row."""
         for chunk in self._own:
             self._read(chunk)
 
-    def _write(self, chunk: int, value: Tensor, dtype: torch.dtype, inside: int) -> None:
+    def _reduced(self, row: Row, value: Tensor, holder: int) -> tuple[Tensor, int]:
+        """Return the sum, or what the operation is, in memory that need not be kept; its holder."""
+        here, other = self._wide(row.dst_chunk), widened(value)
+        if row.flags & STORE:
+            return COMBINE[self._op](here, other, out=here), row.dst_chunk
+        free = holder == NONE or other is not value
+        return COMBINE[self._op](here, other, out=other if free else None), NONE
+
+    def _write(self, chunk: int, value: Tensor, dtype: torch.dtype, holder: int) -> int:
+        """Store the value. Returns its holder from now on."""
         self._sums.pop(chunk, None)
         if value.dtype != dtype:
             self._sums[chunk] = value
-        elif chunk in self._own and inside != chunk:
-            self._chunks[chunk].copy_(value)
-        elif chunk not in self._own:
-            self._chunks[chunk] = value if inside in (NONE, chunk) else value.clone()
+        elif chunk in self._own:
+            if holder != chunk:
+                self._chunks[chunk].copy_(value)
+        elif holder == NONE:
+            self._chunks[chunk] = value
+            return chunk
+        elif holder != chunk:
+            self._chunks[chunk] = value.clone()
+        return holder
 
     def _wide(self, chunk: int) -> Tensor:
         return self._sums[chunk] if chunk in self._sums else widened(self._chunks[chunk])

@@ -54,3 +54,20 @@ def test_what_is_sent_stays_as_it_is(
         assert all(map(torch.equal, got, want))
     assert sent
     assert all(torch.equal(value, before) for value, before in sent)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_passes_through_is_sent_without_a_copy(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """A ring adds to what it has received and sends that on, whatever becomes of its own chunk."""
+
+    def clone(_: Tensor) -> Tensor:
+        raise AssertionError
+
+    passing = program("all_reduce", "ring", 4, 0, 0, inf)
+    rows = Rows(passing, torch.ones(4, dtype=dtype), range(5), "sum")
+    monkeypatch.setattr(Tensor, "clone", clone)
+    ran = [at for at, row in enumerate(passing) if row.name == "recv_reduce_send"]
+    assert len(ran) == 2
+    assert all(rows.run(at, torch.ones(1, dtype=dtype)) == 2 for at in ran)
