@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import ringdp
-from ringdp import Communicator
+from ringdp import Communicator, Work
 from ringdp.comm.rendezvous import over
 from ringdp.transport.base import Link
 from ringdp.transport.store import failures
@@ -83,6 +83,29 @@ def test_a_communicator_can_use_any_gloo_group(comm: Communicator) -> None:
             parts.close()
     comm.barrier()
     dist.destroy_process_group()
+
+
+@on_ranks(3, pool="over_gloo")
+def test_a_rank_that_awaits_two_messages_says_which_has_not_come(comm: Communicator) -> None:
+    """Rank 0 awaits those of rank 2 and, ahead, of rank 1, which is late."""
+    x, out = torch.ones(50_000), torch.empty(150_000)
+
+    def begin() -> Work:
+        return comm.all_gather(out, x, algorithm="direct", async_op=True)
+
+    def awaited() -> int:
+        record = comm._transport.record(0)
+        return -1 if record is None else record.waits_for
+
+    works = [begin()] if comm.rank != 1 else []
+    if comm.rank == 0:
+        wait_until(lambda: awaited() == 1, CALL_TIMEOUT / 6, awaited)
+        comm.send(x, 1)
+    elif comm.rank == 1:
+        comm.recv(x, 0)
+        works = [begin()]
+    works[0].wait()
+    assert out.eq(1).all()
 
 
 @on_ranks(2, pool="over_gloo")

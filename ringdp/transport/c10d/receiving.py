@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from ringdp.schedule.program import NONE, Program
+from ringdp.schedule.program import NONE, Program, Row
 from ringdp.transport.base import Stamp, Stamped
 from ringdp.transport.c10d.wire import COLLECTIVE, Incoming
 from ringdp.transport.rows import Rows
@@ -24,8 +24,9 @@ class Unexpected(Exception):
 class Receiving:
     """The messages of one collective on one rank.
 
-    `talking(peer)` encloses calls of the group, and `until(work, peer)` waits. The receives of all
-    first parts are posted at once, so that they may come in any order.
+    `talking(peer)` encloses calls of the group, and `until(work, row)` waits for what that row
+    receives. The receives of all first parts are posted at once, so that they may come in any
+    order.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class Receiving:
         ours: Stamped,
         buffer: Tensor,
         talking: Callable[[int], AbstractContextManager[None]],
-        until: Callable[[Work, int], None],
+        until: Callable[[Work, Row], None],
     ) -> None:
         self._program, self._rows, self._ours, self._buffer = program, rows, ours, buffer
         self._talking, self._until = talking, until
@@ -59,7 +60,7 @@ class Receiving:
             self._begin(at + 1)
         into, part = self._begun.pop(at)
         if part is not None:
-            self._until(part, row.recv_peer)
+            self._until(part, row)
         return into
 
     def _begin(self, at: int) -> None:
@@ -67,7 +68,7 @@ class Receiving:
         if at not in self._expected:
             return  # it has begun, or there is none
         row, message = self._program.listed[at], self._expected.pop(at)
-        self._until(message.first, row.recv_peer)
+        self._until(message.first, row)
         found, size, room = message.stamp, self._buffer.element_size(), self._rows.room(row)
         expected = self._ours.call[0], self._ours.digest, found[2] if room is None else room * size
         if found != expected or found[2] % size or not 0 <= found[2] <= self._buffer.nbytes:

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 from torch.distributed.distributed_c10d import Store
 
+from ringdp.schedule.program import Row
 from ringdp.transport import threads
 from ringdp.transport.base import (
     MESSAGE,
@@ -241,10 +242,13 @@ class C10dTransport(Transport):
         if self._failures.failure is not None:
             return  # after a failure, no collective ends
         number = ours.call[0]
+
+        def until(part: Work, row: Row) -> None:
+            self._status.waits(row.round, row.recv_peer)
+            self._until(part, row.recv_peer)
+
         rows = Rows(run.program, buffer, run.bounds, run.op)
-        receiving = Receiving(
-            self._group, run.program, rows, ours, buffer, self._talking, self._until
-        )
+        receiving = Receiving(self._group, run.program, rows, ours, buffer, self._talking, until)
         sends: list[tuple[Work, int, int]] = []
         bytes_sent = 0
         for at, row in enumerate(run.program):
