@@ -46,6 +46,8 @@ def test_every_algorithm_gives_the_simulators_bits_over_gloo(over_gloo, n: int):
         for i, row in enumerate(ROWS)
     ]
     cases += [Case("all_reduce", "direct", 50_000 + n, d) for d in DTYPES]
+    # messages over INLINE, on up to 4 ranks
+    cases += [Case(*row, 80_003, ("float32", "int32")[i % 2]) for i, row in enumerate(ROWS)]
     assert_simulators_bits(over_gloo(n), n, cases)
 
 
