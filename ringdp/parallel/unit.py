@@ -304,14 +304,14 @@ class FlatUnit:
     def _settle_in(self, tensors: Sequence[Tensor]) -> None:
         """Point the parameters to these tensors, at rest."""
         self._point(self.parameters, tensors)
-        self._homes = [t.data_ptr() for t in tensors]
+        self._homes = [_home(t) for t in tensors]
 
     @resting.unguarded
     def _has_moved(self) -> bool:
         """Whether the user has assigned to a parameter's `.data`. Runs in every gather."""
         dtype = self.dtypes.master
         return any(
-            p.data_ptr() != home or p.dtype != dtype
+            _home(p) != home or p.dtype != dtype
             for p, home in zip(self.parameters, self._homes, strict=True)
         )
 
@@ -354,6 +354,12 @@ class FlatUnit:
     def _point(self, parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor]) -> None:
         for parameter, tensor in zip(parameters, tensors, strict=True):
             set_data(parameter, tensor)
+
+
+def _home(tensor: Tensor) -> int:
+    """The address of its memory. A slice without elements has one, too: every rank must see an
+    assignment to `.data`, wherever the elements are."""
+    return tensor.data_ptr() or tensor.untyped_storage().data_ptr()
 
 
 def _copy(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:

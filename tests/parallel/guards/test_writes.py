@@ -144,8 +144,14 @@ def assign_average(p: nn.Parameter, q: nn.Parameter) -> None:
     p.data = p.data * 0.5 + q.data * 0.5
 
 
+def assign_bias(p: nn.Parameter, q: nn.Parameter) -> None:
+    """Which lies on one rank: the others must gather its unit again, too."""
+    if p.dim() == 1:
+        assign_average(p, q)
+
+
 @with_and_without_precision
-@pytest.mark.parametrize("how", [average, assign_average])
+@pytest.mark.parametrize("how", [average, assign_average, assign_bias])
 @pytest.mark.parametrize("stage", range(4))
 @on_ranks(2)
 def test_units_that_are_gathered_ahead_get_what_a_forward_writes(
