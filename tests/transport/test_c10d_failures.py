@@ -24,7 +24,7 @@ import torch
 from _pytest.mark import ParameterSet
 
 import ringdp
-from ringdp import CommunicationError, Communicator, PeerLost, Work
+from ringdp import CollectiveMismatch, CommunicationError, Communicator, PeerLost, Work
 from ringdp.transport import threads
 from ringdp.transport.c10d import wire
 from ringdp.transport.store import status
@@ -173,6 +173,32 @@ def test_an_abort_between_the_parts_of_a_message_raises_on_no_thread(
         threads.join([t for t in before if t.name == "ringdp-c10d"])
     assert isinstance(work.exception(), PeerLost)
     assert not raised
+
+
+@on_ranks(3, pool="forked")
+def test_a_message_after_a_mismatch_keeps_no_thread_busy(comm: Communicator) -> None:
+    """Rank 0 sees that rank 2 made another call; then comes what it has still expected of rank 1.
+    If its memory were freed, gloo's thread would poll for it without end."""
+    (c,) = communicators(comm, 1)
+    x, send, sent = torch.ones(SMALL + (comm.rank == 2)), wire.send, threading.Event()
+
+    def late(*arguments: Any) -> list[Work]:
+        wait_until(c._transport.failure)
+        parts = send(*arguments)
+        sent.set()
+        return parts
+
+    with patch.object(wire, "send", late if comm.rank == 1 else send):
+        work = c.all_gather(x.new_empty(3 * len(x)), x, algorithm="direct", async_op=True)
+        with pytest.raises(CollectiveMismatch):
+            work.wait()
+        assert comm.rank != 1 or sent.wait(CALL_TIMEOUT)
+    comm.barrier()
+    used = time.process_time()
+    time.sleep(0.2)
+    used = time.process_time() - used
+    c.close()
+    assert used < 0.1
 
 
 def victim_stalls(comm: Communicator, report: Report, how: str, when: str, victim: int) -> None:

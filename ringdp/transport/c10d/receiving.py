@@ -25,8 +25,7 @@ class Receiving:
     """The messages of one collective on one rank.
 
     `talking(peer)` encloses calls of the group, and `until(work, row)` waits for what that row
-    receives. The receives of all first parts are posted at once, so that they may come in any
-    order.
+    receives.
     """
 
     def __init__(
@@ -39,14 +38,19 @@ class Receiving:
         talking: Callable[[int], AbstractContextManager[None]],
         until: Callable[[Work, Row], None],
     ) -> None:
-        self._program, self._rows, self._ours, self._buffer = program, rows, ours, buffer
+        self._group, self._program, self._rows = group, program, rows
+        self._ours, self._buffer = ours, buffer
         self._talking, self._until = talking, until
         self._expected = dict[int, Incoming]()  # by row, until its payload begins to come
         self._begun = dict[int, tuple[Tensor, Work | None]]()  # where it comes, and until when
-        for at, row in enumerate(program):
+        self.posted = self._expected, self._begun  # what gloo may write to
+
+    def post(self) -> None:
+        """Post the receives of all first parts at once, so that they may come in any order."""
+        for at, row in enumerate(self._program):
             if row.recv_peer != NONE:
-                with talking(row.recv_peer):
-                    self._expected[at] = Incoming(group, row.recv_peer, COLLECTIVE)
+                with self._talking(row.recv_peer):
+                    self._expected[at] = Incoming(self._group, row.recv_peer, COLLECTIVE)
 
     def value(self, at: int) -> Tensor | None:
         """Return what row `at` receives, if it receives anything. Raises Unexpected."""

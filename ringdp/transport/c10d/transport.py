@@ -85,6 +85,9 @@ class C10dTransport(Transport):
         self._digest, self._sent = 1, 0
         self._open = dict[int, None]()  # tickets of collectives and messages that have not ended
         self._watched = False
+        # Of the running collective, or of the one that failed. If gloo is to move what has been
+        # freed, its thread polls without end.
+        self._moving: object = None
         self._jobs, self._messages = threads.Queue("ringdp-c10d"), threads.Queue("ringdp-c10d")
         self._sending = threads.Living[threading.Thread]()  # sends that no caller waits for
         # Runs at `close` or when the transport is collected; idle threads do not keep it alive.
@@ -250,6 +253,8 @@ class C10dTransport(Transport):
         rows = Rows(run.program, buffer, run.bounds, run.op)
         receiving = Receiving(self._group, run.program, rows, ours, buffer, self._talking, until)
         sends: list[tuple[Work, int, int]] = []
+        self._moving = receiving.posted, sends
+        receiving.post()
         bytes_sent = 0
         for at, row in enumerate(run.program):
             self._status.waits(row.round, row.recv_peer)
@@ -269,6 +274,7 @@ class C10dTransport(Transport):
         for part, peer, round_ in sends:
             self._status.waits(round_, peer)
             self._until(part, peer)
+        self._moving = None
         self._status.end(number)
         self._end(ticket, bytes_sent)
 
