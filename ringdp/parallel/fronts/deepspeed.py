@@ -18,6 +18,7 @@ from ringdp.parallel.engine import Engine
 from ringdp.parallel.entry import shard
 from ringdp.parallel.fronts import deepspeed_config as configs
 from ringdp.parallel.fronts.deepspeed_engine import DeepSpeedEngine, Scheduler
+from ringdp.parallel.fronts.fsdp_arguments import cast_buffers
 from ringdp.parallel.mesh import move_to_ranks
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.optimizer.scaler import LossScaler
@@ -50,7 +51,8 @@ def initialize(
 
     Returns DeepSpeed's four values: engine, optimizer, data loader, learning rate scheduler. With
     fp16 or bf16 the optimizer steps parameters in float32, even of a model that has 16 bits; those
-    that are frozen now keep their dtype, and if that has 16 bits, cannot train later.
+    that are frozen now keep their dtype, and if that has 16 bits, cannot train later. Buffers, such
+    as batch norms', are cast to 16 bits, as by DeepSpeed.
 
     config: a mapping, or the path of a JSON file; by default args.deepspeed_config (nothing else of
     args is read). optimizer: a function of the parameters, such as a class, or an optimizer that
@@ -88,7 +90,7 @@ def initialize(
     lr_scheduler = named or lr_scheduler
     _check_scheduler(lr_scheduler, optimizer)
     loader = _loader(training_data, batches.micro, collate_fn, comm)
-    with _in_32_bits(model) if param else nullcontext():
+    with _half(model, param) if param else nullcontext():
         engine = shard(
             model,
             stage=zero["stage"],
@@ -121,19 +123,24 @@ def initialize(
 
 
 @contextmanager
-def _in_32_bits(model: nn.Module) -> Iterator[None]:
-    """Widen trained parameters of 16 bits to what the optimizer steps. An error undoes it."""
+def _half(model: nn.Module, param: torch.dtype) -> Iterator[None]:
+    """Widen trained parameters of 16 bits to what the optimizer steps, and narrow buffers to what
+    the model computes in. An error undoes both."""
     trained = [p for p in model.parameters() if p.requires_grad]
     halves = {p: p.dtype for p in trained if p.dtype.itemsize == 2}
     if halves:
         find_units(model, None)  # refuses parameters that share memory, as widened ones do not
+    buffers = {b: b.data for b in model.buffers()}
     try:
         for p in halves:
             p.data = p.data.float()
+        cast_buffers(model, param, Precision())
         yield
     except BaseException:
         for p, dtype in halves.items():
             p.data = p.data.to(dtype)
+        for b, data in buffers.items():
+            b.data = data
         raise
 
 

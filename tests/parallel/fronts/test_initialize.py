@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import ringdp
 from ringdp import Communicator, Offload
 from ringdp.parallel import fronts
 from tests.equal import equal
-from tests.parallel.small import batch, net, whole_parameters
+from tests.parallel.small import WIDTH, batch, net, whole_parameters
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
@@ -28,6 +28,17 @@ SIZED: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2}
 LR, BETAS = 0.01, (0.8, 0.9)
 NAMED = SIZED | {"optimizer": {"type": "Adam", "params": {"lr": LR, "betas": [*BETAS]}}}
 ADAM = partial(ringdp.AdamW, lr=LR, betas=BETAS, weight_decay=0.0)
+
+
+class Scaled(nn.Module):
+    """Multiplies by a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.linspace(0.5, 1.0, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
 
 
 def train(engine: Any, *steps: int) -> list[Tensor]:
@@ -168,6 +179,24 @@ def test_a_model_in_16_bits_is_stepped_in_32(comm: Communicator, section: str) -
         engine.engine.close()
     assert {p.dtype for p in found[0]} == {torch.float32}
     assert equal(*found)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("section", ["fp16", "bf16"])
+@on_ranks(2)
+def test_buffers_are_cast_to_16_bits(comm: Communicator, section: str, stage: int) -> None:
+    """As by DeepSpeed, which calls model.half() or model.bfloat16(): a float32 buffer would make
+    activations wider than the weights, or, of a batch norm, be refused."""
+    half = {"fp16": torch.float16, "bf16": torch.bfloat16}[section]
+    model = nn.Sequential(nn.BatchNorm1d(WIDTH), Scaled(), *net())
+    config = NAMED | {"zero_optimization": {"stage": stage}, section: {"enabled": True}}
+    engine, *_ = fronts.initialize(model=model, config=config, comm=comm)
+    train(engine, 0)
+    assert [b.dtype for b in model.buffers()] == [half, half, torch.int64, half]
+    twin = nn.Sequential(nn.BatchNorm1d(WIDTH), Scaled(), *net()).to(half)
+    twin(batch(0).to(half))
+    assert equal(model.buffers(), twin.buffers())
+    engine.engine.close()
 
 
 @pytest.mark.parametrize("stage", range(4))
