@@ -22,6 +22,7 @@ from ringdp.schedule.ir import Schedule, Transfer, short
 from ringdp.schedule.verify import verify
 
 Builder = Callable[[int], Schedule]
+MOST_CHUNKS = 1 << 20  # a proof visits every slot: over 2 ranks, 10 s
 
 
 def proved(algorithm: str | Builder, collective: Collective, n: int, root: int = 0) -> Schedule:
@@ -99,9 +100,11 @@ def _build(builder: Builder, name: str, n: int) -> Schedule:
         raise UsageError(f"{call} returned {short(plan)}; allowed: a ringdp.schedule.Schedule")
     if plan.ranks != n:
         raise UsageError(f"{call} returned a schedule over {plan.ranks} ranks; allowed: {n}")
-    if not isinstance(plan.chunks, int) or plan.chunks < 1:
-        count = short(plan.chunks)
-        raise UsageError(f"{call} returned a schedule of {count} chunks; allowed: at least 1")
+    if not isinstance(plan.chunks, int) or not 1 <= plan.chunks <= MOST_CHUNKS:
+        raise UsageError(
+            f"{call} returned a schedule of {short(plan.chunks)} chunks; allowed: a whole number "
+            f"from 1 to {MOST_CHUNKS} (a chunk is a part of any buffer, not a number of bytes)"
+        )
     rounds = [tuple(_transfer(t, call, r) for t in ts) for r, ts in enumerate(plan.rounds)]
     return Schedule(n, plan.chunks, tuple(rounds))
 
