@@ -40,10 +40,13 @@ def check_given(function: str, engine: object, optimizer: object) -> None:
 
 def pieces(engine: Engine) -> list[Piece]:
     """Every parameter, with all units at rest, which no gather reads any more. Raises UsageError
-    inside full_parameters()."""
+    inside full_parameters(), and after a close() there."""
     if any(unit.state is State.SUMMONED for unit in engine.units):
         raise UsageError(
-            "within full_parameters() no checkpoint is saved or loaded; leave it first"
+            "the engine was closed within full_parameters(): the model is an ordinary one, whose "
+            "state_dict torch saves and loads"
+            if engine.closed
+            else "within full_parameters() no checkpoint is saved or loaded; leave it first"
         )
     engine.backwards.check_over("a checkpoint is saved or loaded")
     engine.gathering.reshard(engine.units)

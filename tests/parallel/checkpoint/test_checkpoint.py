@@ -315,5 +315,9 @@ def test_errors_of_save_and_load_say_what_is_wrong(comm: Communicator, tmp_path:
     for function in (ringdp.save, ringdp.load):
         with pytest.raises(UsageError, match="optimizer is a ConstantLR; allowed: "):
             function(tmp_path, engine, rate)
-    engine.close()
+    with engine.full_parameters():
+        engine.close()
+    for function in (ringdp.save, ringdp.load):
+        with pytest.raises(UsageError, match=r"the engine was closed within .* an ordinary one"):
+            function(tmp_path, engine)
     other.close()
