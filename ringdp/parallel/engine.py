@@ -3,7 +3,7 @@
 Hooks on the model drive it:
 
     before a unit's forward    gather it (and start the gathers of the next ones), wait
-    after its forward          stage 3: free it, unless it is the root
+    after its forward          stage 3: free it, unless it is the root or to be kept
     before its backward        gather it again if it was freed
     when a gradient is made    move it into the unit's bucket, times 1/n
     when all of them are       start the reduction
@@ -20,7 +20,7 @@ their own, so that neither queues behind the other (but see Note [gathers yield 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import Any, NoReturn
 
@@ -56,10 +56,11 @@ class Engine:
         ledger: Ledger,
         precision: Precision,
         *,
+        kept: Iterable[int],
         prefetch_bytes: int | None,
         overlap: bool,
     ) -> None:
-        """Collective: creates two communicators."""
+        """Collective: creates two communicators. `kept`: see `Gathering`."""
         self.model, self.stage, self.units, self.ledger = model, stage, units, ledger
         self.comm = comm = ledger.comm
         of: dict[nn.Module, list[int]] = {}
@@ -70,7 +71,9 @@ class Engine:
         self.reducing = Reducing(comm.duplicate(), stage, ledger, overlap=overlap)
         beside = comm.wired or any(u.full.is_cuda for u in units)
         turns = None if beside else self.reducing
-        self.gathering = Gathering(units, self.groups, comm.duplicate(), prefetch_bytes, turns)
+        self.gathering = Gathering(
+            units, self.groups, comm.duplicate(), prefetch_bytes, turns, kept
+        )
         for each in (self.reducing.comm, self.gathering.comm):
             each.name_tags([unit.plan.name or "root" for unit in units])
         self._unmanaged = Unmanaged(model, units)
@@ -152,7 +155,7 @@ class Engine:
         """`starts`: at whose gradients the backward of these units will start."""
         if not self._summoned:
             for index in indices:
-                free = index not in self.roots and not self.backwards.running
+                free = index not in self.gathering.kept and not self.backwards.running
                 self.gathering.done_with(index, free=free)
         backwards = weakref.proxy(self.backwards)  # as the model may keep what it returns
         for t in starts:
@@ -251,7 +254,8 @@ class Engine:
     @property
     def _sharding(self) -> Sharding:
         units, widths = [u.plan for u in self.units], [u.widths for u in self.units]
-        return Sharding(units, widths, self.groups, self.stage, self.gathering.limit)
+        gathering = self.gathering
+        return Sharding(units, widths, self.groups, self.stage, gathering.limit, gathering.kept)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -18,7 +18,7 @@ from ringdp.parallel.guards import copies, resting
 from ringdp.parallel.guards.computed import places
 from ringdp.parallel.layout import layout
 from ringdp.parallel.offload import Offload
-from ringdp.parallel.precision import ModuleRule, Precision
+from ringdp.parallel.precision import ModuleRule, Precision, check_rule, matches
 from ringdp.parallel.replicas import broadcast, check_equal, check_writable, facts_of
 from ringdp.parallel.stages import Stage, stage_of
 from ringdp.parallel.tracing.engine import EngineTracer
@@ -37,6 +37,7 @@ def shard(
     comm: Communicator | ProcessGroup | None = None,
     prefetch_bytes: int | None = None,
     persist_below: int = 0,
+    keep: ModuleRule | None = None,
     overlap: bool = True,
     init: meta.Init | None = None,
 ) -> Engine:
@@ -44,13 +45,14 @@ def shard(
 
     stage: 0 DDP, 1 ZeRO-1, 2 ZeRO-2, 3 ZeRO-3 (see `stages`). unit: which modules are gathered and
     reduced together: a class, several, a predicate, or a number of elements (see `find_units`).
-    precision: dtypes in forward, backward and reductions. offload: what rests in host memory.
-    comm: a communicator or a torch.distributed group; by default what `ringdp.init` made last, or
-    else torch's default group. prefetch_bytes: what stage 3 may gather ahead of its use; by default
-    one unit, the largest. persist_below: parameters of fewer elements stay gathered from the
-    model's forward to the end of its backward. overlap: without it nothing is gathered ahead, and
-    every reduction is waited for at once; the bits are the same. init: fills the modules of a model
-    on the meta device (see `meta`).
+    precision: dtypes in forward, backward and reductions. offload: what rests in host memory. comm:
+    a communicator or a torch.distributed group; by default what `ringdp.init` made last, or else
+    torch's default group. prefetch_bytes: what stage 3 may gather ahead of its use; by default one
+    unit, the largest. persist_below: parameters of fewer elements stay gathered from the model's
+    forward to the end of its backward. keep: the units of which modules (a class, several, or a
+    predicate) stage 3 does not free between their forward and their backward. overlap: without it
+    nothing is gathered ahead, and every reduction is waited for at once; the bits are the same.
+    init: fills the modules of a model on the meta device (see `meta`).
 
     Parameters and buffers take rank 0's values; existing gradients are dropped. From stage 1 on a
     parameter is, between steps, the flat slice that this rank owns, possibly empty: create the
@@ -61,17 +63,19 @@ def shard(
     ranks' models differ.
 
     Beside its shards and activations, stage 3 holds at most: two gathered units (with
-    `prefetch_bytes`, the largest one and that many bytes), one gradient bucket as large as a unit,
-    and the weights and gradients of the root, which has all parameters that lie in no unit. If the
-    root has no parameters, or as many as three units, that is no more than twice the largest unit
-    and its gradients. On a GPU, or with buckets in a wider dtype than the gathered parameters, one
-    more bucket takes the place of a gathered unit, or exists beside it. `Engine.memory_formula`
-    gives the exact bytes.
+    `prefetch_bytes`, the largest one and that many bytes; with `keep`, these, too), one gradient
+    bucket as large as a unit, and the weights and gradients of the root, which has all parameters
+    that lie in no unit. If the root has no parameters, or as many as three units, that is no more
+    than twice the largest unit and its gradients. On a GPU, or with buckets in a wider dtype than
+    the gathered parameters, one more bucket takes the place of a gathered unit, or exists beside
+    it. `Engine.memory_formula` gives the exact bytes.
     """
     _check(model, nn.Module, "model")
     _check(precision, Precision | None, "precision")
     _check(offload, Offload | None, "offload")
     _check(init, Callable | None, "init")
+    if keep is not None:
+        check_rule("keep", keep)
     if torch.is_inference_mode_enabled():
         raise UsageError(
             "shard within torch.inference_mode(), where it can make no tensor that trains; call it "
@@ -87,9 +91,13 @@ def shard(
     meta.check(model, init)
     comm = communicator_of(comm, model.parameters())
     found = find_units(model, unit, persist_below=persist_below, precision=precision)
-    within = {p: f.name or "root" for f in found for _, p in f.parameters}
-    named = model.named_parameters()
-    facts = [(n, facts_of(p) | {"name": n, "unit": within[p], "stage": stage}) for n, p in named]
+    kept = _kept(found, keep)
+    of = {
+        p: {"unit": f.name or "root", "stage": stage, "keep": at in kept}
+        for at, f in enumerate(found)
+        for _, p in f.parameters
+    }
+    facts = [(n, facts_of(p) | {"name": n} | of[p]) for n, p in model.named_parameters()]
     check_equal(comm, facts, "shard")
     offload.check(row)  # only now: where the stages differ, some ranks might raise alone
     placed = (p.device for p in model.parameters() if not p.is_meta)
@@ -104,6 +112,7 @@ def shard(
         units,
         ledger,
         precision,
+        kept=kept,
         prefetch_bytes=prefetch_bytes if overlap else 0,
         overlap=overlap,
     )
@@ -117,6 +126,17 @@ def _check(value: object, allowed: Any, name: str) -> None:
         kinds = getattr(allowed, "__args__", (allowed,))
         names = " or ".join("None" if k is type(None) else k.__name__ for k in kinds)
         raise UsageError(f"shard({name}={value!r}): allowed: {names}")
+
+
+def _kept(found: Sequence[UnitSpec], keep: ModuleRule | None) -> set[int]:
+    """The units of modules that `keep` matches. Raises UsageError if it matches none."""
+    if keep is None:
+        return set()
+    kept = {at for at, unit in enumerate(found) if matches(unit.module, keep)}
+    if not kept:
+        kinds = ", ".join(sorted({type(unit.module).__name__ for unit in found}))
+        raise UsageError(f"keep={keep!r} matches no unit; the units are of {kinds}")
+    return kept
 
 
 def _build(

@@ -10,7 +10,7 @@ Note [nodes run in reverse]
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ringdp.comm import Communicator
 from ringdp.parallel.guards.computed import refuse_lost
@@ -23,7 +23,8 @@ class Gathering:
     """Gathers and frees the units of one model.
 
     `limit`: bytes of units that may be gathered and not yet used. `reducing`: its buckets count
-    as such bytes; None if they do not. See Note [gathers yield to reductions].
+    as such bytes; None if they do not. See Note [gathers yield to reductions]. `kept`: the units
+    that are not freed after their forward; so are the root's.
     """
 
     def __init__(
@@ -33,8 +34,10 @@ class Gathering:
         comm: Communicator,
         prefetch_bytes: int | None,
         reducing: Reducing | None,
+        kept: Iterable[int] = (),
     ) -> None:
         self.units, self.groups, self.comm, self.reducing = units, groups, comm, reducing
+        self.kept = {*groups[0], *kept}
         self._deferred = False  # whether gathers wait for a reduction
         self._frees = any(u.freed for u in units)
         self._sizes = [u.bytes if u.freed else 0 for u in units]

@@ -22,6 +22,14 @@ from ringdp.errors import UsageError
 ModuleRule = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool]
 
 
+def check_rule(name: str, rule: object, *others: str) -> None:
+    """Raise UsageError unless it is a ModuleRule. `others`: what else the argument may be."""
+    several = isinstance(rule, tuple) and all(isinstance(kind, type) for kind in rule)
+    if not (several or callable(rule)):  # a class is callable
+        allowed = ["a module class", "a tuple of them", "a predicate of modules", *others]
+        raise UsageError(f"{name}={rule!r}: allowed: {', '.join(allowed[:-1])}, or {allowed[-1]}")
+
+
 def matches(module: nn.Module, rule: ModuleRule) -> bool:
     if isinstance(rule, type | tuple):
         return isinstance(module, rule)
@@ -53,6 +61,8 @@ class Precision:
             floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
             if not (dtype is None or floating):
                 raise UsageError(f"Precision({name}={dtype!r}): allowed: a floating dtype, or None")
+        if self.keep_fp32 is not None:
+            check_rule("Precision(keep_fp32)", self.keep_fp32)
 
     def kept(self, model: nn.Module) -> tuple[list[nn.Module], set[nn.Module]]:
         """The outermost modules that keep their dtype, and these with all modules inside them."""

@@ -68,7 +68,7 @@ class Reducing:
         if keep or unit in self.unreduced:
             buffer = self.unreduced.open(unit)
         else:
-            buffer = GradBuffer(unit.plan, self._bucket(unit, accumulate), 1 / self.comm.size)
+            buffer = GradBuffer(unit.plan, self._bucket(unit, accumulate), 1 / unit.divisor)
         self._turns[unit.index] = _Turn(unit, keep, accumulate, shows)
         self._open[unit.index] = buffer
 
@@ -123,7 +123,7 @@ class Reducing:
         sums = self.unreduced.pop(unit)
         if sums is not None:
             bucket = self._bucket(unit, turn.accumulate)
-            scaled_copy(sums, bucket, 1 / self.comm.size)
+            scaled_copy(sums, bucket, 1 / unit.divisor)
             del sums
         if self.stage.reduction == "all_reduce":
             work = self.comm.all_reduce(bucket, async_op=True, tag=unit.index)

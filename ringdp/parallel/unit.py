@@ -95,6 +95,7 @@ class FlatUnit:
         self.parameters: Sequence[nn.Parameter] = parameters
         self.index, self.plan, self.module, self.stage = index, plan, spec.module, stage
         self.places, self.dtypes, self.offload = places, dtypes, offload
+        self.divisor: float = comm.size  # of its gradients' sums
         self.ledger = ledger
         self.widths = widths_of(dtypes, offload, trainable=spec.trained)
         self.apart = self.widths.apart  # See Note [masters apart]

@@ -9,7 +9,7 @@ are all trained or all frozen: a module with several such kinds becomes several 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import jit, nn
@@ -19,7 +19,14 @@ from torch.nn.parameter import is_lazy
 
 from ringdp.errors import UsageError
 from ringdp.kernels.precision import FLOATS, wide_dtype
-from ringdp.parallel.precision import Dtypes, ModuleRule, Precision, dtypes, matches
+from ringdp.parallel.precision import (
+    Dtypes,
+    ModuleRule,
+    Precision,
+    check_rule,
+    dtypes,
+    matches,
+)
 
 # These are never called, so their hooks would not run. MultiheadAttention has one of the last kind
 # and reads its parameters: to a rule it is no Linear, and its parameters are the attention's.
@@ -111,13 +118,8 @@ def _chosen(model: nn.Module, rule: ModuleRule | int | None) -> set[nn.Module]:
         if rule < 1:
             raise UsageError(f"unit={rule}; as a number of elements it must be at least 1")
         return _outermost(model, lambda _, m: sum(p.numel() for p in m.parameters()) <= rule)
-    several = isinstance(rule, tuple) and all(isinstance(kind, type) for kind in rule)
-    if isinstance(rule, int) or not (several or callable(rule)):  # a class is callable
-        raise UsageError(
-            f"unit={rule!r}: allowed: a module class, a tuple of them, a predicate of modules, or "
-            "a number of elements"
-        )
-    return _matching(model, rule)
+    check_rule("unit", rule, "a number of elements")
+    return _matching(model, cast(ModuleRule, rule))
 
 
 def _outermost(

@@ -58,6 +58,8 @@ def net() -> nn.Sequential:
         ({"persist_below": 5.5}, "persist_below is 5.5; it must be an int"),
         ({"persist_below": -1}, "persist_below is -1; it must be an int"),
         ({"persist_below": None}, "persist_below is None; it must be an int"),
+        ({"keep": "Linear"}, "keep='Linear': allowed: a module class, a tuple of them, or a pred"),
+        ({"keep": nn.LayerNorm}, "LayerNorm.* matches no unit; the units are of BatchNorm1d, L"),
     ],
 )
 def test_shard_refuses_wrong_arguments(comm, wrong, message):
@@ -167,8 +169,13 @@ class FuturePolicy(MixedPrecisionPolicy):
 def test_fully_shard_refuses_wrong_arguments(comm, wrong, message):
     with pytest.raises(UsageError, match=message):
         fronts.fully_shard(net(), comm=comm, **wrong)
-    with pytest.raises(UsageError, match="takes a module; this is a list"):
-        fronts.fully_shard([net()], comm=comm)
+    for given, what in (
+        (3, "a module; this is a int"),
+        ([net(), "x"], "a str"),
+        ([], "an empty l"),
+    ):
+        with pytest.raises(UsageError, match=f"takes .*{what}"):
+            fronts.fully_shard(given, comm=comm)
     fronts.fully_shard(net(), mp_policy=MixedPrecisionPolicy(), comm=comm).engine.close()
 
 

@@ -61,6 +61,7 @@ class Row(NamedTuple):
     precision: Precision
     persist_below: int = 0
     offload: bool = False
+    keep: Any = None
 
 
 LAYER, BLOCK, WHOLE = (nn.Linear, nn.LayerNorm), Block, 10**9
@@ -68,14 +69,14 @@ FLOAT, MIXED = Precision(), Precision(param=BF16, reduce=torch.float32)
 NORMS = Precision(param=BF16, keep_fp32=nn.LayerNorm, output=torch.float32)
 
 TABLE = [
-    Row(3, True, LAYER, 3, True, None, FLOAT, offload=True),
+    Row(3, True, LAYER, 3, True, None, FLOAT, offload=True, keep=nn.LayerNorm),
     Row(2, False, LAYER, 2, False, 0.1, NORMS, 22),
     Row(4, True, WHOLE, 3, True, 0.1, NORMS, offload=True),
     Row(2, False, WHOLE, 1, False, 0.1, FLOAT),
     Row(3, True, WHOLE, 2, False, None, MIXED),
     Row(2, False, BLOCK, 3, True, 0.1, MIXED, offload=True),
-    Row(4, True, BLOCK, 2, True, 0.1, FLOAT, 22),
-    Row(4, False, LAYER, 1, False, None, MIXED),
+    Row(4, True, BLOCK, 2, True, 0.1, FLOAT, 22, keep=Block),
+    Row(4, False, LAYER, 1, False, None, MIXED, keep=nn.Linear),
     Row(3, True, BLOCK, 1, False, None, NORMS),
     Row(2, True, BLOCK, 2, False, None, Precision(param=torch.float16), 22),
     Row(3, False, WHOLE, 2, False, 0.1, Precision(reduce=BF16)),
@@ -122,6 +123,7 @@ def train(comm: Communicator, row: Row, stage: int) -> Outcome:
         precision=row.precision,
         overlap=row.overlap,
         persist_below=row.persist_below,
+        keep=row.keep,
         offload=Offload(parameters=stage == 3, optimizer=True) if row.offload and stage else None,
         comm=comm,
     )

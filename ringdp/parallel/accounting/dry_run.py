@@ -9,7 +9,7 @@ several units of one module the last one's gradients are complete first.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal, NamedTuple
 
 from ringdp.parallel.gathering import Gathering
@@ -35,12 +35,14 @@ def iteration(
     limit: int,
     *,
     freed: bool,
+    kept: Collection[int] = (),
     buckets: Sequence[int] = (),
     overlap: bool = True,
     yields: bool = False,
 ) -> list[Event]:
     """`sizes`: bytes that gathering each unit takes. `freed`: whether units but the root are freed
-    after each use, unless they would be gathered again at once. `buckets`: bytes of each unit's
+    after each use, unless they would be gathered again at once. `kept`: those of them that are not
+    freed after their forward. `buckets`: bytes of each unit's
     bucket, if these are allocated and freed. `overlap`: whether a reduction runs during the next
     unit's backward. `yields`: see Note [gathers yield to reductions].
     """
@@ -48,9 +50,9 @@ def iteration(
     units = [_Unit(i, size, events, freed=freed) for i, size in enumerate(sizes)]
     reducing = _Reducing(buckets or [0] * len(sizes), events, overlap=overlap)
     nowhere: Any = None
-    gathering = Gathering(units, groups, nowhere, limit, reducing if yields else None)
+    gathering = Gathering(units, groups, nowhere, limit, reducing if yields else None, kept)
     inner = range(1, len(groups))
-    ended: list[int] = []  # units to free: their forward or backward is over
+    ended: list[int] = []  # units to free: their backward is over
 
     def use(group: int, *, fill: bool = False) -> None:
         for unit in groups[group]:
@@ -75,8 +77,8 @@ def iteration(
     for group in inner:
         use(group)
         events.append(Event("forward", group))
-        ended += groups[group]
-        free()
+        for unit in groups[group]:
+            gathering.done_with(unit, free=unit not in gathering.kept)
     events.append(Event("forward", 0))
     use(0, fill=True)
     events.append(Event("backward", 0))
@@ -112,12 +114,15 @@ def peaks(events: Sequence[Event], sizes: Sequence[int], buckets: Sequence[int])
     return most
 
 
-def gathers(sizes: Sequence[int], groups: Groups, limit: int) -> Counter[int]:
+def gathers(
+    sizes: Sequence[int], groups: Groups, limit: int, kept: Collection[int] = ()
+) -> Counter[int]:
     """How often each unit is gathered in one iteration of stage 3.
 
-    The root once, the last unit once if the limit lets it stay for its backward, others twice.
+    The root and the `kept` once, the last unit once if the limit lets it stay for its backward,
+    others twice.
     """
-    events = iteration(sizes, groups, limit, freed=True)
+    events = iteration(sizes, groups, limit, freed=True, kept=kept)
     return Counter(unit for what, unit in events if what == "gather")
 
 

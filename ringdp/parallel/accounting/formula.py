@@ -10,7 +10,7 @@ too, and gradients of no_sync the size of their unit in the masters' dtype.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from ringdp.parallel.accounting.dry_run import gathers, iteration, peaks
@@ -28,6 +28,7 @@ class Sharding(NamedTuple):
     groups: Groups  # the units of each module, the root's first
     stage: Stage
     limit: int  # bytes to gather ahead
+    kept: Collection[int] = ()  # units that are not freed after their forward, beside the root's
 
     @property
     def each(self) -> list[tuple[Unit, Widths]]:
@@ -63,9 +64,15 @@ def formula(
     else:
         owned = [e.elements for u in trained for e in u.entries if e.elements]
     buckets = [w.bucket(u, stage) for u, w in each]
-    groups, limit = given.groups, given.limit
     events = iteration(
-        sizes, groups, limit, freed=stage.freed, buckets=buckets, overlap=overlap, yields=yields
+        sizes,
+        given.groups,
+        given.limit,
+        freed=stage.freed,
+        kept=given.kept,
+        buckets=buckets,
+        overlap=overlap,
+        yields=yields,
     )
     gathered, passing = peaks(events, sizes, buckets)
     return Memory(
@@ -87,7 +94,7 @@ def traffic(given: Sharding) -> int:
     reductions = 2 if given.stage.reduction == "all_reduce" else 1
     often = dict.fromkeys(range(len(given.units)), given.stage.gathers)
     if given.stage.freed:
-        often |= gathers(given.sizes, given.groups, given.limit)
+        often |= gathers(given.sizes, given.groups, given.limit, given.kept)
     return sum(
         (u.ranks - 1) * u.shard * (w.compute * often[i] + w.reduce * reductions * w.trainable)
         for i, (u, w) in enumerate(given.each)

@@ -1,17 +1,19 @@
 """`fully_shard` with torch's arguments: called on blocks first, then on the model.
 
 A call on a module makes the modules inside it that were sharded before its units: it gathers them,
-once, and shards everything anew. One engine has one stage, precision and offload, so calls that ask
-for different ones are an error.
+once, and shards everything anew. One engine has one precision and offload, so calls that ask for
+different ones are an error. The modules of one call are units of one engine, whose model is a list
+of them that nobody calls.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,22 +35,24 @@ from ringdp.parallel.unit import FlatUnit, State
 ABSENT = (
     "finalize_backward", "reset_iter_state", "set_all_reduce_hook",
     "set_allocate_memory_from_process_group_for_comm", "set_custom_all_gather",
-    "set_custom_reduce_scatter", "set_force_sum_reduction_for_comms", "set_gradient_divide_factor",
-    "set_keep_unsharded_storage", "set_manual_backward_finalization", "set_post_optim_event",
-    "set_reduce_scatter_divide_factor", "set_reduce_scatter_max_input_buffers",
+    "set_custom_reduce_scatter", "set_keep_unsharded_storage", "set_manual_backward_finalization",
+    "set_post_optim_event", "set_reduce_scatter_max_input_buffers",
     "set_reduce_scatter_unused_params", "set_reshard_after_backward",
-    "set_reshard_after_forward", "set_separate_reduce_scatter_group", "set_symm_mem_for_comm",
-    "set_unshard_in_backward",
+    "set_separate_reduce_scatter_group", "set_symm_mem_for_comm", "set_unshard_in_backward",
 )  # fmt: skip
 WHOLE = 1 << 62  # elements: a unit rule by which the model is one unit
 
+Given = TypeVar("Given", bound=nn.Module | Sequence[nn.Module])
+
 
 class Options(NamedTuple):
-    """What one call of `fully_shard` asked for."""
+    """What was asked for of the modules of one call of `fully_shard`, by it or later."""
 
-    reshard_after_forward: bool
+    modules: Sequence[Any]
     mp_policy: Precision
     offload_policy: str | None
+    reshard_after_forward: bool
+    gradient_divide_factor: float | None = None  # None: the number of ranks
 
 
 class UnshardHandle(NamedTuple):
@@ -82,6 +86,35 @@ class FSDPModule:
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """No effect: shards have no replicas over a mesh of one dimension."""
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """No effect: gradients are divided, then summed, in any case."""
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide the gradients of what was sharded in one call with this module by this, and not by
+        the number of ranks. With 1 they are summed."""
+        number = isinstance(factor, int | float) and math.isfinite(factor) and factor != 0
+        if not number:
+            raise UsageError(f"set_gradient_divide_factor({factor!r}): allowed: a number but 0")
+        _ask(self, gradient_divide_factor=float(factor))
+
+    set_reduce_scatter_divide_factor = set_gradient_divide_factor
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether stage 3 frees between forward and backward what was sharded in one call with this
+        module, and, with `recurse`, with modules inside. (It never frees the root's parameters.)"""
+        if not isinstance(reshard_after_forward, bool):
+            raise UsageError(
+                f"set_reshard_after_forward({reshard_after_forward!r}): allowed: True or False"
+            )
+        if reshard_after_forward and not self.engine.stage.freed:
+            raise UsageError(
+                "set_reshard_after_forward(True), but every call of fully_shard had "
+                "reshard_after_forward=False, so that nothing is freed; leave it out in one"
+            )
+        inner = self.modules() if recurse else ()
+        for module in {self, *(m for m in inner if isinstance(m, FSDPModule))}:
+            _ask(module, reshard_after_forward=reshard_after_forward)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather the module's parameters, without those of inner sharded modules, ahead of its
@@ -155,7 +188,7 @@ class FSDPModule:
 
 
 def fully_shard(
-    module: nn.Module,
+    module: Given,
     *,
     mesh: Any = None,
     reshard_after_forward: bool | int | None = None,
@@ -166,16 +199,18 @@ def fully_shard(
     dp_mesh_dims: object = None,
     comm: Communicator | ProcessGroup | None = None,
     init: Init | None = None,
-) -> nn.Module:
+) -> Given:
     """Shard a module in place, as torch's does; call it on blocks before the model. Collective.
 
-    reshard_after_forward: None or True is stage 3, False stage 2; for a model with sharded blocks,
-    what the blocks asked for (stage 3 never reshards the root). mp_policy, offload_policy: such as
-    torch's (CPUOffloadPolicy offloads parameters and optimizer), the same for blocks and model.
-    Without reduce_dtype gradients are reduced in the parameters' dtype, as in torch from 2.15 on.
-    mesh: of one dimension; comm: an alternative. A model on the CPU moves to the current GPU if the
-    mesh or group is of GPUs. init: as for `shard`; meta parameters are materialized by this call,
-    not by to_empty() after it.
+    module: a list stands for a call for each of its modules; each is gathered by itself.
+    reshard_after_forward: False keeps the module's parameters from its forward to its backward, as
+    stage 3 always does with the root's. If all calls have False (the model's may have None), that
+    is stage 2: they are kept at all times. mp_policy, offload_policy: such as torch's
+    (CPUOffloadPolicy offloads parameters and optimizer), the same for blocks and model. Without
+    reduce_dtype gradients are reduced in the parameters' dtype, as in torch from 2.15 on. mesh: of
+    one dimension; comm: an alternative. A model on the CPU moves to the current GPU if the mesh or
+    group is of GPUs. init: as for `shard`; meta parameters are materialized by this call, not by
+    to_empty() after it.
     Between steps a parameter is a flat slice, not a DTensor; state_dict() has whole tensors. Both
     have full_tensor().
     Raises UsageError for what is not implemented.
@@ -191,36 +226,47 @@ def fully_shard(
         ignored_params=(ignored_params, None),
         dp_mesh_dims=(dp_mesh_dims, None),
     )
-    module = checked_module("fully_shard", module)
+    several = isinstance(module, list | tuple)
+    modules: list[Any] = [*module] if several else [module]  # type: ignore[misc]
+    for m in modules:
+        _check_name(checked_module("fully_shard", m))
+    if not modules:
+        raise UsageError("fully_shard takes modules; this is an empty list")
     kind = type(offload_policy).__name__
     if kind not in ("NoneType", "OffloadPolicy", "CPUOffloadPolicy"):
         raise UsageError(f"fully_shard: offload_policy is a {kind}; allowed: torch's two")
     pins = getattr(offload_policy, "pin_memory", True)
     asked = Options(
-        reshard_after_forward is not False,
+        modules,
         _precision(mp_policy),
         repr(offload_policy) if kind == "CPUOffloadPolicy" else None,
+        reshard_after_forward is not False,
     )
-    within = {n: m for n, m in module.named_modules() if isinstance(m, FSDPModule) and n}
-    stage = 3 if _agreed(within, asked, reshard_after_forward) else 2
-    units: list[Any] = [*within.values()]
-    _check_name(module)
-    take_in(units)
+    whole = nn.ModuleList(modules) if several else modules[0]
+    named = whole.named_modules()
+    within = {n: m for n, m in named if isinstance(m, FSDPModule) and m not in modules}
+    stage = _stage(within, asked, reshard_after_forward)
+    inner: list[Any] = [*within.values()]
+    units = [*inner, *modules] if several else inner
+    take_in(inner)
     engine = shard(
-        module,
+        whole,
         stage=stage,
         unit=units.__contains__ if units else WHOLE,
-        precision=_reduced(asked.mp_policy, module),
+        precision=_reduced(asked.mp_policy, whole),
         offload=Offload(stage == 3, optimizer=True, pin=pins) if asked.offload_policy else None,
-        comm=move_to_ranks(module, of_mesh(comm, mesh), device_of(mesh)),
+        comm=move_to_ranks(whole, of_mesh(comm, mesh), device_of(mesh)),
         init=init,
     )
     engine.always_gathers_state = True
-    if not isinstance(module, FSDPModule):
-        module.__class__ = type(f"FSDP{type(module).__name__}", (FSDPModule, type(module)), {})
-    type(module)._ringdp_asked = asked  # type: ignore[attr-defined]
-    for m in (module, *units):
+    for m in modules:
+        if not isinstance(m, FSDPModule):
+            m.__class__ = type(f"FSDP{type(m).__name__}", (FSDPModule, type(m)), {})
+        type(m)._ringdp_asked = asked
+    for m in (*modules, *inner):
         m.engine = engine
+    for m in (*modules, *inner):
+        _ask(m)
     return module
 
 
@@ -233,28 +279,41 @@ def _check_name(module: nn.Module) -> None:
         )
 
 
+def _ask(module: FSDPModule, **more: Any) -> None:
+    """Make the engine do what is asked for of modules sharded with this one, and `more`."""
+    asked = module._ringdp_asked._replace(**more)
+    for m in asked.modules:
+        type(m)._ringdp_asked = asked
+        kept = m.engine.gathering.kept
+        for unit in _units_of(m.engine, [m]):
+            unit.divisor = asked.gradient_divide_factor or m.engine.comm.size
+            if asked.reshard_after_forward and m is not m.engine.model:
+                kept.discard(unit.index)
+            else:
+                kept.add(unit.index)
+
+
 def _units_of(engine: Engine, modules: Sequence[object]) -> list[FlatUnit]:
     return [u for u in engine.units if u.module in modules]
 
 
-def _agreed(within: dict[str, FSDPModule], asked: Options, reshard: bool | None) -> bool:
-    """Whether to reshard after forward. Raises UsageError if calls on the modules inside, by name,
-    asked for something else."""
-    inner = {name: m._ringdp_asked for name, m in within.items() if not m.engine.closed}
-    if inner and not reshard:  # of the module's own parameters, which stay in any stage
-        first = next(iter(inner.values()))
-        asked = asked._replace(reshard_after_forward=first.reshard_after_forward)
-    for name, other in inner.items():
+def _stage(within: dict[str, FSDPModule], asked: Options, reshard: bool | None) -> int:
+    """3 if anything is to be resharded after its forward. Raises UsageError if calls on the modules
+    inside, by name, asked for something else."""
+    before = {name: m._ringdp_asked for name, m in within.items() if not m.engine.closed}
+    for name, other in before.items():
         if other.mp_policy.output is None:  # only the model's output is cast
             policy = replace(other.mp_policy, output=asked.mp_policy.output)
             other = other._replace(mp_policy=policy)
-        for argument, here, there in zip(Options._fields, asked, other, strict=True):
+        for argument in ("mp_policy", "offload_policy"):
+            here, there = getattr(asked, argument), getattr(other, argument)
             if here != there:
                 raise UsageError(
                     f"fully_shard: {argument} of module {name!r} was {there!r}, and is {here!r} of "
                     "the model, or of another module within; allowed: the same in every call"
                 )
-    return asked.reshard_after_forward
+    own = reshard if before else asked.reshard_after_forward
+    return 3 if own or any(other.reshard_after_forward for other in before.values()) else 2
 
 
 def take_in(inner: Iterable[Any]) -> None:

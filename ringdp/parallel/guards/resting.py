@@ -54,7 +54,7 @@ class ShardedParam(RestingParam):
 
     def full_tensor(self) -> Tensor:
         """The whole parameter, as torch's DTensor.full_tensor. Collective."""
-        return sliced.full_tensor(self)
+        return sliced.full_tensor(self, self)
 
     @classmethod
     def __torch_function__(

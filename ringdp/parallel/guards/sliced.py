@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,12 @@ _OWNERS: Any = WeakIdKeyDictionary()  # parameter -> weak reference to its Slice
 class Slice(Tensor):
     """This rank's slice of a gradient."""
 
-    _ringdp_owner: weakref.ref[SliceOwner]
+    _ringdp_of: weakref.ref[nn.Parameter]
+
+    def full_tensor(self) -> Tensor:
+        """The whole gradient, or what was made from it, in the parameter's shape, as torch's
+        DTensor.full_tensor. Collective."""
+        return full_tensor(self._ringdp_of(), self)
 
     @classmethod
     def __torch_function__(
@@ -53,7 +58,7 @@ class Slice(Tensor):
                 )
                 raise
             if type(out) is Tensor and isinstance(first, Slice) and out.shape == first.shape:
-                _mark(out, first._ringdp_owner, type(first))
+                _mark(out, first._ringdp_of, type(first))
             return out
 
 
@@ -76,23 +81,24 @@ def owners(parameters: Iterable[Tensor]) -> list[Any]:
 
 def mark_grad(gradient: Tensor, parameter: nn.Parameter) -> None:
     """Make the user's view of p.grad a Slice, if the parameter is one."""
-    if type(gradient) is Tensor and (owner := _OWNERS.get(parameter)):
-        _mark(gradient, owner)
+    if type(gradient) is Tensor and parameter in _OWNERS:
+        _mark(gradient, weakref.ref(parameter))
 
 
 def mark_values(values: Tensor, parameter: nn.Parameter) -> None:
     """Make a tensor made from the parameter a ParamSlice, if its shape is that of the slice."""
     with torch._C.DisableTorchFunctionSubclass():
         if values.shape == parameter.shape and parameter in _OWNERS:
-            _mark(values, _OWNERS[parameter], ParamSlice)
+            _mark(values, weakref.ref(parameter), ParamSlice)
 
 
-def full_tensor(parameter: nn.Parameter) -> Tensor:
-    """The whole parameter, in its shape. Collective."""
-    if (owner := _OWNERS[parameter]()) is None:
-        raise UsageError("full_tensor(), but the engine that has the other slices is gone")
+def full_tensor(parameter: nn.Parameter | None, slice: Tensor) -> Tensor:
+    """The whole tensor, in the parameter's shape: this rank has the `slice` of it. Collective."""
+    owner = _owner(parameter, "full_tensor()")
+    if type(slice) is Slice:
+        owner.check_reduced("full_tensor() of a gradient")
     with torch._C.DisableTorchFunctionSubclass():
-        own = parameter.detach()
+        own = slice.detach()
     places = ((u, at) for u in owner.units for at, p in enumerate(u.parameters) if p is parameter)
     unit, at = next(places)
     parts = [unit.plan.part(unit.plan.entries[at], rank) for rank in range(owner.comm.size)]
@@ -101,9 +107,17 @@ def full_tensor(parameter: nn.Parameter) -> Tensor:
     return out.view(unit.cut.shapes[at])
 
 
-def _mark(tensor: Tensor, owner: weakref.ref[SliceOwner], into: type[Slice] = Slice) -> None:
+def _mark(tensor: Tensor, of: weakref.ref[nn.Parameter], into: type[Slice] = Slice) -> None:
     tensor.__class__ = into
-    tensor._ringdp_owner = owner  # type: ignore[attr-defined]
+    tensor._ringdp_of = of  # type: ignore[attr-defined]
+
+
+def _owner(parameter: nn.Parameter | None, what: str) -> SliceOwner:
+    """Raises UsageError, which begins with `what`, if the parameter or the owner is gone."""
+    owner = _OWNERS[parameter]() if parameter is not None else None
+    if owner is None:
+        raise UsageError(f"{what}, but the engine that has the other slices is gone")
+    return cast(SliceOwner, owner)
 
 
 def _by_owner(tensors: Sequence[Tensor], what: str) -> dict[SliceOwner, list[int]]:
@@ -111,9 +125,7 @@ def _by_owner(tensors: Sequence[Tensor], what: str) -> dict[SliceOwner, list[int
     found: dict[SliceOwner, list[int]] = {}
     for at, t in enumerate(tensors):
         if isinstance(t, Slice):
-            if (owner := t._ringdp_owner()) is None:
-                raise UsageError(f"{what}, but the engine that has the other slices is gone")
-            found.setdefault(owner, []).append(at)
+            found.setdefault(_owner(t._ringdp_of(), what), []).append(at)
     for owner, places in found.items():
         if not all(isinstance(tensors[at], ParamSlice) for at in places):
             owner.check_reduced(what)

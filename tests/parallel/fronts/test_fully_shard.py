@@ -55,6 +55,8 @@ def test_options_of_several_calls_are_combined_or_refused(comm: Communicator) ->
         (low, low, out, 3),
         (out, out, out, 3),
         ({"offload_policy": OffloadPolicy()}, {"mp_policy": MixedPrecisionPolicy()}, given, 3),
+        (keeps, frees, given, 3),
+        (keeps, keeps, frees, 3),
     ):
         engine = shard(first, second, whole)
         assert engine.stage.number == stage, (first, second, whole)
@@ -63,8 +65,6 @@ def test_options_of_several_calls_are_combined_or_refused(comm: Communicator) ->
     pageable = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
     assert shard(pageable, pageable, pageable).units[0].offload == Offload(True, True, pin=False)
     for first, second, whole, message in (
-        (keeps, frees, given, "reshard_after_forward of module '2' was True, and is False of"),
-        (keeps, keeps, frees, "reshard_after_forward of module '1' was False, and is True of"),
         (low, low, {}, "mp_policy of module '1' was .*bfloat16.* and is .*None"),
         ({}, low, {}, "mp_policy of module '2'"),
         (out, out, low, "mp_policy of module '1'"),
@@ -85,6 +85,74 @@ def test_options_of_several_calls_are_combined_or_refused(comm: Communicator) ->
             assert model.engine.stage.number == (2 if options is not frees else 3)
             with model.engine.full_parameters():
                 model.engine.close()
+
+
+def train_by_layers(comm: Communicator, shards: Any) -> list[float]:
+    """A model whose last layers are sharded in one call and stay gathered until backward, as large
+    models' norms and heads are; its gradients are divided by a factor of the script's."""
+    model: Any = net()
+    shards(model[0], reshard_after_forward=True)
+    shards([model[1], model[2]], reshard_after_forward=False)
+    model[2].set_gradient_divide_factor(5.0)
+    shards(model)
+    for module in (*model, model):
+        module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(5):
+        if step == 2:
+            for module in (model[0], model[1], model):
+                module.set_gradient_divide_factor(1.0)
+            model[0].set_reshard_after_forward(False)
+        if step == 3:
+            model.set_reshard_after_forward(True)
+        sent = hasattr(model, "engine") and model.engine.sent_bytes()
+        (value := loss(model, 2 * step + comm.rank)).backward()
+        losses.append(value.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        if hasattr(model, "engine"):
+            engine, model_1, model_2 = model.engine, model[1].engine, model[2].engine
+            assert engine is model_1 is model_2
+            kept = "".join(u.plan.name for u in engine.units if u.index in engine.gathering.kept)
+            assert kept == ("12", "12", "012", "", "")[step]
+            assert engine.sent_bytes() - sent == engine.traffic_formula()
+    if hasattr(model, "engine"):
+        model.engine.close()
+    return losses
+
+
+@on_ranks(2)
+def test_layers_sharded_each_in_its_own_way_train_as_with_torchs(comm: Communicator) -> None:
+    gloo()
+    ours = train_by_layers(comm, partial(fronts.fully_shard, comm=comm))
+    assert ours == pytest.approx(train_by_layers(comm, torchs_fully_shard))
+
+
+@on_ranks(1)
+def test_what_modules_ask_for_later_is_checked(comm: Communicator) -> None:
+    model: Any = net()
+    fronts.fully_shard([*model], comm=comm, reshard_after_forward=False)
+    with pytest.raises(UsageError, match="nothing is freed; leave it out in one"):
+        model[0].set_reshard_after_forward(True)
+    with pytest.raises(UsageError, match=r"\(3\): allowed: True or False"):
+        model[0].set_reshard_after_forward(3)
+    for wrong in (0, float("nan"), "2", None):
+        with pytest.raises(UsageError, match="allowed: a number but 0"):
+            model[0].set_gradient_divide_factor(wrong)
+    model[0].engine.close()
+
+
+@on_ranks(2)
+def test_modules_of_one_call_may_share_weights(comm: Communicator) -> None:
+    model, twin = net(), net()
+    for each in (model, twin):
+        each[2][0].weight = each[1][0].weight
+    pair = [model[1], model[2]]
+    assert fronts.fully_shard(pair, comm=comm) is pair
+    fronts.fully_shard(model, comm=comm)
+    assert_trains(model.engine, twin)
+    model.engine.close()
 
 
 @on_ranks(1)
@@ -150,16 +218,25 @@ def test_unshard_and_reshard_train_as_with_torchs(comm: Communicator, frees: boo
 
 
 def full_tensors(shards: Any, frees: bool) -> list[dict[str, Tensor]]:
-    """A script that writes out the full parameters."""
+    """A script that writes out the full parameters and gradients."""
     model: Any = net()
     for block in (*model, model):
         shards(block, reshard_after_forward=frees)
     loss(model).backward()
     torch.optim.SGD(model.parameters(), lr=1.0).step()
-    return [
+    written = [
         {name: value.full_tensor() for name, value in named}
         for named in (model.named_parameters(), model.state_dict().items())
     ]
+    for make in (lambda g: g, torch.square):
+        gradients = {n: make(p.grad).full_tensor() for n, p in model.named_parameters()}
+        written.append(gradients)
+    if hasattr(model, "engine"):
+        model.set_requires_gradient_sync(False)
+        loss(model).backward()
+        with pytest.raises(UsageError, match=r"full_tensor\(\) of a gradient"):
+            model[0][0].weight.grad.full_tensor()
+    return written
 
 
 @pytest.mark.parametrize("frees", [True, False])
