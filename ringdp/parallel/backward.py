@@ -42,7 +42,6 @@ class Backwards:
 
     def __init__(self, gathering: Gathering, reducing: Reducing, handles: list[Any]) -> None:
         self.units, self.gathering, self.reducing = gathering.units, gathering, reducing
-        self.sync = True  # False in no_sync
         self._through = -1  # torch's number of the last backward, which may run callbacks yet
         self._now: _Backward | None = None
         self._around = set[int]()  # units that enclose others, and are reduced after these
@@ -109,7 +108,7 @@ class Backwards:
         now.reached.add(index)
         if trains:
             hooks.begin_backward()
-            self.reducing.open(unit, keep=not self.sync)
+            self.reducing.open(unit, keep=not unit.sync)
 
     def _begin(self) -> _Backward:
         units = {unit.index: unit for unit in self._trained()}
@@ -180,7 +179,7 @@ class Backwards:
         self._through, units, reached, _ = self._now
         for index, unit in reversed(units.items()):
             if index not in reached:
-                self.reducing.open(unit, keep=not self.sync)
+                self.reducing.open(unit, keep=not unit.sync)
             self.reduce(index)
         self._end(learn=True)
         for unit in units.values():

@@ -266,11 +266,14 @@ class Engine:
         DDP (torch's FSDP2 keeps them). An optimizer's step, clipping, or a change of p.grad before
         they are reduced raises UsageError.
         """
-        before, self.backwards.sync = self.backwards.sync, False
+        before = [unit.sync for unit in self.units]
+        for unit in self.units:
+            unit.sync = False
         try:
             yield
         finally:
-            self.backwards.sync = before
+            for unit, sync in zip(self.units, before, strict=True):
+                unit.sync = sync
 
     @contextmanager
     def full_parameters(self, *, write: bool = False) -> Iterator[None]:

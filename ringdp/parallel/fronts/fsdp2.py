@@ -28,7 +28,7 @@ from ringdp.parallel.mesh import device_of, move_to_ranks, of_mesh
 from ringdp.parallel.meta import Init
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.precision import Precision
-from ringdp.parallel.refuse import MissingAttribute, check_whole, checked_module, refuse
+from ringdp.parallel.refuse import MissingAttribute, checked_module, refuse
 from ringdp.parallel.unit import FlatUnit, State
 
 # Methods of torch's FSDPModule that are not implemented.
@@ -53,6 +53,7 @@ class Options(NamedTuple):
     offload_policy: str | None
     reshard_after_forward: bool
     gradient_divide_factor: float | None = None  # None: the number of ranks
+    requires_gradient_sync: bool = True
 
 
 class UnshardHandle(NamedTuple):
@@ -76,10 +77,9 @@ class FSDPModule:
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Whether backwards reduce gradients; if not, they accumulate as in `Engine.no_sync`."""
-        refuse("set_requires_gradient_sync", recurse=(recurse, True))
-        check_whole("set_requires_gradient_sync", self, self.engine.model)
-        self.engine.backwards.sync = requires_gradient_sync
+        """Whether backwards reduce gradients of what was sharded in one call with this module, and,
+        with `recurse`, with modules inside; if not, they accumulate as in `Engine.no_sync`."""
+        _ask(self, recurse=recurse, requires_gradient_sync=requires_gradient_sync)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """No effect: here every backward waits for its reductions, with the same sums."""
@@ -96,7 +96,7 @@ class FSDPModule:
         number = isinstance(factor, int | float) and math.isfinite(factor) and factor != 0
         if not number:
             raise UsageError(f"set_gradient_divide_factor({factor!r}): allowed: a number but 0")
-        _ask(self, gradient_divide_factor=float(factor))
+        _ask(self, recurse=False, gradient_divide_factor=float(factor))
 
     set_reduce_scatter_divide_factor = set_gradient_divide_factor
 
@@ -112,9 +112,7 @@ class FSDPModule:
                 "set_reshard_after_forward(True), but every call of fully_shard had "
                 "reshard_after_forward=False, so that nothing is freed; leave it out in one"
             )
-        inner = self.modules() if recurse else ()
-        for module in {self, *(m for m in inner if isinstance(m, FSDPModule))}:
-            _ask(module, reshard_after_forward=reshard_after_forward)
+        _ask(self, recurse=recurse, reshard_after_forward=reshard_after_forward)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather the module's parameters, without those of inner sharded modules, ahead of its
@@ -266,7 +264,7 @@ def fully_shard(
     for m in (*modules, *inner):
         m.engine = engine
     for m in (*modules, *inner):
-        _ask(m)
+        _heed(m)
     return module
 
 
@@ -279,18 +277,27 @@ def _check_name(module: nn.Module) -> None:
         )
 
 
-def _ask(module: FSDPModule, **more: Any) -> None:
-    """Make the engine do what is asked for of modules sharded with this one, and `more`."""
-    asked = module._ringdp_asked._replace(**more)
-    for m in asked.modules:
-        type(m)._ringdp_asked = asked
-        kept = m.engine.gathering.kept
-        for unit in _units_of(m.engine, [m]):
-            unit.divisor = asked.gradient_divide_factor or m.engine.comm.size
-            if asked.reshard_after_forward and m is not m.engine.model:
-                kept.discard(unit.index)
-            else:
-                kept.add(unit.index)
+def _ask(module: Any, *, recurse: bool, **more: Any) -> None:
+    """Ask for `more` of what was sharded in one call with the module, or with modules inside."""
+    inner = [m for m in module.modules() if isinstance(m, FSDPModule)] if recurse else []
+    for sharded in {module, *inner}:
+        asked = sharded._ringdp_asked._replace(**more)
+        for m in asked.modules:
+            type(m)._ringdp_asked = asked
+            _heed(m)
+
+
+def _heed(module: Any) -> None:
+    """Make the engine do what is asked for of the module's own units."""
+    engine, asked = module.engine, module._ringdp_asked
+    kept = engine.gathering.kept
+    for unit in _units_of(engine, [module]):
+        unit.divisor = asked.gradient_divide_factor or engine.comm.size
+        unit.sync = asked.requires_gradient_sync
+        if asked.reshard_after_forward and module is not engine.model:
+            kept.discard(unit.index)
+        else:
+            kept.add(unit.index)
 
 
 def _units_of(engine: Engine, modules: Sequence[object]) -> list[FlatUnit]:

@@ -155,20 +155,6 @@ def test_modules_of_one_call_may_share_weights(comm: Communicator) -> None:
     model.engine.close()
 
 
-@on_ranks(1)
-def test_gradient_sync_is_set_for_the_whole_model_only(comm: Communicator) -> None:
-    model: Any = net()
-    fronts.fully_shard(model[1], comm=comm)
-    model[1].set_requires_gradient_sync(False)  # as yet it is all that is sharded
-    assert not model[1].engine.backwards.sync
-    fronts.fully_shard(model, comm=comm)
-    for module, how in ((model[1], {}), (model, {"recurse": False})):
-        with pytest.raises(UsageError, match="set_requires_gradient_sync"):
-            module.set_requires_gradient_sync(False, **how)
-    assert model.engine.backwards.sync
-    model.engine.close()
-
-
 def unshard_and_train(comm: Communicator, shards: Any, *, frees: bool) -> list[Any]:
     """Gathers before forwards, uses a weight outside of a forward, and frees after evaluation."""
     model: Any = net()
@@ -362,6 +348,7 @@ def accumulate(comm: Communicator, shards: Any) -> list[float]:
     for step in range(4):
         model.set_is_last_backward(step % 2 == 1)
         model.set_requires_gradient_sync(step % 2 == 1)
+        model[step % 3].set_requires_gradient_sync(True)
         model.set_requires_all_reduce(step % 2 == 1)
         (value := loss(model, 2 * step + comm.rank)).backward()
         losses.append(value.item())
