@@ -155,10 +155,13 @@ def average(tensor: Tensor, ranks: int) -> Finish:
     gloo has no average, so libraries that special-case gloo, as Lightning does, use it with all
     other backends. The function divides only once: an interrupted wait calls it again.
     """
-    left = [ranks]
+    undivided = True
 
     def finish() -> None:
-        if left:
-            tensor.detach().div_(left.pop(), rounding_mode="trunc")
+        nonlocal undivided
+        if undivided:
+            data = tensor.detach()
+            undivided = False  # if interrupted before here, nothing is divided yet
+            data.div_(ranks, rounding_mode="trunc")
 
     return finish
