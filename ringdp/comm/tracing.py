@@ -105,8 +105,8 @@ class Trace:
                 f"this trace belongs to process {process}; process {os.getpid()}, forked from it, "
                 "cannot end it"
             )
-        self._recorder = None
         recorder.stop()
+        self._recorder = None  # not before: after Ctrl-C `stop` can be called again
         if patience == PATIENCE:
             with suppress(RuntimeError, ValueError):  # then the first estimate is used
                 meeting.compare_clocks("last", ANSWER)

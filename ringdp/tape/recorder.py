@@ -131,11 +131,11 @@ def start() -> Recorder:
 
 
 def stop() -> None:
-    """End the trace; afterwards the recorder has everything."""
+    """End the trace; afterwards the recorder has everything. Call it again after Ctrl-C."""
     global _recording, _drains
-    assert _drains is not None
     _over.set()
-    _drains.join()
+    if _drains is not None:
+        _drains.join()
     with _changing:
         while _tracers:
             _tracers.pop(next(iter(_tracers))).end()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -199,6 +200,11 @@ def test_bad_paths_are_refused_on_every_rank(comm: ringdp.Communicator, tmp_path
     running = ringdp.trace(path).start()
     with pytest.raises(ringdp.UsageError, match="a trace runs in this process already"):
         ringdp.trace(path).start()
+    with (
+        patch.object(threading.Thread, "join", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        running.stop()
     running.stop()
     assert messages[0] == (
         "trace: cannot write /nowhere/run.json: No such file or directory; allowed: a file in "
