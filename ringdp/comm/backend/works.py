@@ -31,14 +31,16 @@ class Watcher:
     def __init__(self) -> None:
         self._given: SimpleQueue[tuple[GroupWork, torch.futures.Future[Any]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()  # several threads may ask for the first future
 
     def watch(self, work: GroupWork, future: torch.futures.Future[Any]) -> None:
         if threading.current_thread() is self._thread:  # called by a future's callback
             future.set_result(work.outcome() or work.result())
             return
         self._given.put((work, future))
-        if self._thread is None:
-            self._thread = spawn(self._loop, "ringdp-futures")
+        with self._starting:
+            if self._thread is None:
+                self._thread = spawn(self._loop, "ringdp-futures")
 
     def stop(self) -> None:
         """End the thread once all works given to `watch` are done."""
