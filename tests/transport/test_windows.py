@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from ringdp.errors import CommunicationError
+from ringdp.transport.peer.transport import agreed
 from ringdp.transport.peer.windows import HANDLE_BYTES, CudaWindows, HostWindows
 from ringdp.transport.shm import files
 
@@ -80,6 +81,14 @@ def test_malformed_windows_are_refused() -> None:
     assert set(os.listdir("/proc/self/fd")) == before
     for fd in (small, pipe, other):
         os.close(fd)
+
+
+@pytest.mark.parametrize("published", ["", "0", "-1", "x", "9" * 5000])
+def test_malformed_channels_are_refused(published: str) -> None:
+    handshake = StubHandshake("")
+    handshake.published["channels/1"] = published
+    with pytest.raises(CommunicationError, match=r"rank 1 cannot have b'.*' channels"):
+        agreed(16, handshake)
 
 
 class Refused(RuntimeError):

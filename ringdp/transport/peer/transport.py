@@ -13,6 +13,7 @@ hosts.
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from contextlib import suppress
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.distributed import DistError
 
+from ringdp.errors import CommunicationError
 from ringdp.transport.base import REDUCE_OPS, Exchange, FailureKind, Prepared, Run, Stamped
 from ringdp.transport.c10d.transport import Failed
 from ringdp.transport.device import in_flight
@@ -194,9 +196,18 @@ def channels_on(device: torch.device) -> int:
 
 
 def agreed(channels: int, handshake: Handshake) -> int:
-    """The least of all ranks' channels, since both ends must have as many. Collective."""
+    """The least of all ranks' channels, since both ends must have as many. Collective.
+
+    Raises CommunicationError if a rank's are malformed.
+    """
     handshake.publish(f"channels/{handshake.rank}", str(channels))
-    return min(int(handshake.read(f"channels/{r}", r)) for r in range(handshake.ranks))
+    least = channels
+    for rank in range(handshake.ranks):
+        text = handshake.read(f"channels/{rank}", rank)
+        if not re.fullmatch(rb"[1-9]\d?", text):
+            raise CommunicationError(f"rank {rank} cannot have {text!r} channels")
+        least = min(least, int(text))
+    return least
 
 
 def shape(ranks: int, channels: int) -> Shape:
