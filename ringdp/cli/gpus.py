@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import get_args
 
 import torch
 
 from ringdp.cli.checks import one_of
-from ringdp.comm.rendezvous import TransportName
+from ringdp.comm.rendezvous import TRANSPORTS
 from ringdp.errors import UsageError
 
 NCCL, PEER, TORCHS = "nccl", "peer", "torch-nccl"
-OURS = (NCCL, PEER)
-CONTENDERS = (*OURS, TORCHS)
+ON_GPU = (NCCL, PEER)  # of ringdp's transports
+CONTENDERS = (*ON_GPU, TORCHS)
 SOCKETS = {
     "NCCL_P2P_DISABLE": "1",
     "NCCL_SHM_DISABLE": "1",
@@ -33,8 +32,8 @@ SOCKETS = {
 
 def check_transport(name: str) -> None:
     """Raise UsageError for an unknown transport, or one that needs a GPU where there is none."""
-    one_of("--transport", name, get_args(TransportName))
-    if name in OURS and not torch.cuda.is_available():
+    one_of("--transport", name, TRANSPORTS)
+    if name in ON_GPU and not torch.cuda.is_available():
         raise UsageError(
             f"--transport {name} needs a CUDA GPU, and torch {torch.__version__} finds none here; "
             f"allowed: {name}-host, which is its code over host memory"

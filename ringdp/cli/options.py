@@ -10,8 +10,8 @@ from typing import Annotated
 
 from typer import BadParameter, Option
 
-from ringdp.cli.bench.rows import OURS
 from ringdp.cli.checks import between, check_writable, given, names, written
+from ringdp.comm.rendezvous import TRANSPORTS
 from ringdp.errors import UsageError
 
 STAGES = (0, 1, 2, 3)
@@ -38,7 +38,7 @@ class Options:
         str | None, Option(help=f"instead of stages: all, or some of {','.join(MODES)}")
     ] = None
     transport: Annotated[
-        str, Option(help=f"how the ranks of a stage exchange bytes: {', '.join(OURS)}")
+        str, Option(help=f"how the ranks of a stage exchange bytes: {', '.join(TRANSPORTS)}")
     ] = "shm"
     steps: Annotated[int, Option(help="optimizer steps of each run")] = 120
     seed: Annotated[int, Option(help="fixes the model and the batches")] = 0

@@ -193,7 +193,7 @@ def run_stages(job: Job, emit: Emit) -> list[Record]:
     """What each rank runs, on one thread: all stages, one after another."""
     torch.set_num_threads(1)
     transport = job.options.transport
-    if transport in gpus.OURS:
+    if transport in gpus.ON_GPU:
         gpus.take(transport)
         torch.backends.cuda.enable_mem_efficient_sdp(False)  # its backward adds in any order
     comm = ringdp.init(transport=cast(TransportName, transport))

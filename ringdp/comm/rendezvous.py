@@ -35,6 +35,7 @@ from ringdp.transport.store.client import StoreClient
 from ringdp.transport.store.handshake import Handshake, Places
 
 TransportName = Literal["shm", "c10d", "nccl", "nccl-host", "peer", "peer-host"]
+TRANSPORTS: tuple[TransportName, ...] = get_args(TransportName)
 TIMEOUT, WARN_AFTER = 1800.0, 5.0  # s
 NAMES = "communicators"  # key in the job's store: their number; NAMES/1, ... are "name size"
 _world: Communicator | None = None  # keeps the last one alive until the next
@@ -69,9 +70,8 @@ def init(
                    nccl-host, peer-host  the same code over host memory, for tests and study
     """
     global _world
-    if not (isinstance(transport, str) and transport in get_args(TransportName)):
-        names = ", ".join(get_args(TransportName))
-        raise UsageError(f"transport is {transport!r}; allowed: {names}")
+    if not (isinstance(transport, str) and transport in TRANSPORTS):
+        raise UsageError(f"transport is {transport!r}; allowed: {', '.join(TRANSPORTS)}")
     timeout, warn_after = check_timeout(timeout), check_warn_after(warn_after)
     link = check_link(link)
     if link is not None and transport != "shm":

@@ -119,7 +119,7 @@ class Ours(Contender):
 
     def __init__(self, transport: str) -> None:
         self.version = f"ringdp {metadata.version('ringdp')}, {transport}"
-        if transport in gpus.OURS:
+        if transport in gpus.ON_GPU:
             self.device, among = gpus.take(transport)
             self.version += among
         self._comm = ringdp.init(transport=cast(TransportName, transport))

@@ -13,9 +13,10 @@ from typer import Argument, Option
 from ringdp.cli import gpus
 from ringdp.cli.bench import peers
 from ringdp.cli.bench.cases import CASES, DTYPES, FOLDS, elements
-from ringdp.cli.bench.rows import LIBRARYS, OURS, priced
+from ringdp.cli.bench.rows import LIBRARYS, priced
 from ringdp.cli.checks import between, check_writable, given, names, one_of, parse_bytes, written
 from ringdp.cli.options import MOST_RANKS
+from ringdp.comm.rendezvous import TRANSPORTS
 from ringdp.errors import UsageError
 
 MOST_BYTES = 4 << 30
@@ -46,7 +47,7 @@ class Options:
         ),
     ] = "auto"
     transport: Annotated[
-        str, Option(help=f"how ringdp exchanges bytes: {', '.join(OURS)}; with commas")
+        str, Option(help=f"how ringdp exchanges bytes: {', '.join(TRANSPORTS)}; with commas")
     ] = "shm"
     registered: Annotated[
         bool | None,  # None: both kinds of buffers
@@ -89,7 +90,7 @@ class Options:
     @property
     def transports(self) -> tuple[str, ...]:
         """ringdp's transports to measure."""
-        return _some("--transport", self.transport, f"{', '.join(OURS)}, between commas")
+        return _some("--transport", self.transport, f"{', '.join(TRANSPORTS)}, between commas")
 
     @property
     def peers(self) -> tuple[str, ...]:

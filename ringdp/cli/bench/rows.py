@@ -12,18 +12,16 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import numpy as np
 
 from ringdp.cli.bench.cases import CASES, EVEN, Task
-from ringdp.comm.rendezvous import TransportName
+from ringdp.comm.rendezvous import TRANSPORTS
 from ringdp.errors import UsageError
 from ringdp.schedule import Collective, proved
 from ringdp.schedule.cost import CLOSED, Machine, Price, closed, fit, price, seconds
 
-# ringdp's transports. A peer's row has the peer's name as its transport.
-OURS: tuple[str, ...] = get_args(TransportName)
 LIBRARYS = "nccl"  # the algorithm name for NCCL's own collectives
 DEFAULT = "direct"  # the algorithm whose price "auto" has
 MOST, MOST_RANKS, LEAST_US = 1e18, 1 << 16, 1e-6  # limits for a file's numbers
@@ -33,7 +31,7 @@ MOST, MOST_RANKS, LEAST_US = 1e18, 1 << 16, 1e-6  # limits for a file's numbers
 class Row:
     collective: str
     algorithm: str
-    transport: str
+    transport: str  # ringdp's, or the name of a peer
     registered: bool
     ranks: int
     bytes: int
@@ -51,7 +49,7 @@ class Row:
 
     @property
     def ours(self) -> bool:
-        return self.transport in OURS
+        return self.transport in TRANSPORTS
 
     @property
     def modelled(self) -> bool:

@@ -41,7 +41,7 @@ from ringdp.cli.bench.contenders import (
     Torchs,
 )
 from ringdp.cli.bench.peers import MPIS
-from ringdp.cli.bench.rows import OURS
+from ringdp.comm.rendezvous import TRANSPORTS
 
 LAST_WORDS = 1.0  # s for the others to end, after a rank has ended with an error
 
@@ -103,7 +103,7 @@ def rank_of(name: str) -> int:
 
 
 def connect(name: str) -> Contender:
-    if name in OURS:
+    if name in TRANSPORTS:
         return Ours(name)
     if name == "probe":
         return Probe()

@@ -149,7 +149,7 @@ def from_files(given: str) -> Network:
         machine=fitted(rows),
         source=f"fitted to {len(rows)} {transport} rows of {named}",
         measured=rows,
-        cores=None if transport in gpus.OURS else int(cores) if cores.isdecimal() else 0,
+        cores=None if transport in gpus.ON_GPU else int(cores) if cores.isdecimal() else 0,
         fitted={c: fitted(r for r in rows if r.collective == c) for c in collectives},
         yields=yields,
         bandwidth=_bandwidth(rows) if yields else None,
