@@ -14,6 +14,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from statistics import median
 from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
@@ -42,85 +43,66 @@ class Shape(NamedTuple):
         return ", ".join(f"{k} {v}" for k, v in {**self.constants, **self.options}.items()) or OWN
 
 
+Call = Callable[[], Tensor]
+
+
 class Case(NamedTuple):
     module: str  # of ringdp.kernels, or bench
     kernel: str  # the name in the module
-    call: Callable[[ModuleType, int, torch.device], Callable[[], Tensor]]  # for so many elements
+    call: Callable[[ModuleType, int, torch.device], Call]  # for so many elements
     shapes: list[Shape]  # beside its own
 
 
-def norm(of: torch.dtype) -> Callable[[ModuleType, int, torch.device], Callable[[], Tensor]]:
-    def call(module: ModuleType, elems: int, device: torch.device) -> Callable[[], Tensor]:
-        x = torch.ones(elems * 4 // of.itemsize, dtype=of, device=device)
-        return lambda: module.squared_norm_triton([x])
+def norm(of: torch.dtype, module: ModuleType, elems: int, device: torch.device) -> Call:
+    x = torch.ones(elems * 4 // of.itemsize, dtype=of, device=device)
+    return lambda: module.squared_norm_triton([x])
+
+
+def pipelined(of: torch.dtype, module: ModuleType, elems: int, device: torch.device) -> Call:
+    made: Call = module.PipelinedNorm(torch.ones(elems * 4 // of.itemsize, dtype=of, device=device))
+    return made
+
+
+def giving(out: Tensor, act: Callable[[], object]) -> Call:
+    """A call that returns what `act` writes to."""
+
+    def call() -> Tensor:
+        act()
+        return out
 
     return call
 
 
-def pipelined(of: torch.dtype) -> Callable[[ModuleType, int, torch.device], Callable[[], Tensor]]:
-    def call(module: ModuleType, elems: int, device: torch.device) -> Callable[[], Tensor]:
-        x = torch.ones(elems * 4 // of.itemsize, dtype=of, device=device)
-        norm: Callable[[], Tensor] = module.PipelinedNorm(x)
-        return norm
-
-    return call
-
-
-def flatten(module: ModuleType, elems: int, device: torch.device) -> Callable[[], Tensor]:
+def flatten(module: ModuleType, elems: int, device: torch.device) -> Call:
     size = -(-elems // 64)
     places = list(range(0, elems, size))
     tensors = [torch.ones(min(size, elems - at), device=device) for at in places]
-    out, repeats = torch.empty(elems, device=device), Repeats()
-
-    def call() -> Tensor:
-        module.copy(tensors, out, -1.0, places, "out", into_flat=True, repeats=repeats)
-        return out
-
-    return call
+    out, to = torch.empty(elems, device=device), {"into_flat": True, "repeats": Repeats()}
+    return giving(out, lambda: module.copy(tensors, out, -1.0, places, "out", **to))
 
 
-def unscale(module: ModuleType, elems: int, device: torch.device) -> Callable[[], Tensor]:
+def unscale(module: ModuleType, elems: int, device: torch.device) -> Call:
     x, found = torch.ones(elems, device=device), torch.zeros(1, device=device)
     out = torch.empty_like(x)
-
-    def call() -> Tensor:
-        module.unscale_triton(x, out, found, -1.0)
-        return out
-
-    return call
+    return giving(out, lambda: module.unscale_triton(x, out, found, -1.0))
 
 
-def stochastic(module: ModuleType, elems: int, device: torch.device) -> Callable[[], Tensor]:
+def stochastic(module: ModuleType, elems: int, device: torch.device) -> Call:
     x = torch.linspace(1, 2, elems, device=device)
     out = torch.empty(elems, dtype=torch.bfloat16, device=device)
-
-    def call() -> Tensor:
-        module.stochastic_round_triton(x, out, module.keys(1), 0)
-        return out
-
-    return call
+    return giving(out, lambda: module.stochastic_round_triton(x, out, module.keys(1), 0))
 
 
-def fold(module: ModuleType, elems: int, device: torch.device) -> Callable[[], Tensor]:
+def fold(module: ModuleType, elems: int, device: torch.device) -> Call:
     parts, out = torch.ones(8, elems, device=device), torch.empty(elems, device=device)
-
-    def call() -> Tensor:
-        module.fold_triton(parts, out, torch.float32)
-        return out
-
-    return call
+    return giving(out, lambda: module.fold_triton(parts, out, torch.float32))
 
 
-def adamw(module: ModuleType, elems: int, device: torch.device) -> Callable[[], Tensor]:
-    param, grad, avg, avg_sq = (torch.full((elems,), 0.1, device=device) for _ in range(4))
+def adamw(module: ModuleType, elems: int, device: torch.device) -> Call:
+    state = [torch.full((elems,), 0.1, device=device) for _ in range(4)]
     copy = torch.empty(elems, dtype=torch.bfloat16, device=device)
     factors = module.factors_of(1, 0.0, 0.9, 0.999, 1e-8, 0.0)
-
-    def call() -> Tensor:
-        module.adamw_triton(param, grad, avg, avg_sq, copy, factors)
-        return copy
-
-    return call
+    return giving(copy, lambda: module.adamw_triton(*state, copy, factors))
 
 
 BLOCKS = [Shape({"BLOCK": n}) for n in (512, 1024, 2048, 4096)]
@@ -153,29 +135,27 @@ PIPELINED = [
     Shape({"THREADS": 128, "BLOCK": 2048, "STAGES": 4, "PROGRAMS": 1056}, {"num_warps": 4}),
     Shape({"THREADS": 512, "BLOCK": 8192, "PROGRAMS": 396}, {"num_warps": 16}),
 ]
-KERNELS = "ringdp.kernels"
-F32, BF16 = torch.float32, torch.bfloat16
 SWEEPS: dict[str, Case] = {
-    "squared_norm": Case(f"{KERNELS}.norm", "squared_norm_kernel", norm(F32), NORMS),
-    "squared_norm of bfloat16": Case(f"{KERNELS}.norm", "squared_norm_kernel", norm(BF16), NORMS),
-    "squared_norm pipelined": Case(
-        "bench.pipelined", "pipelined_norm_kernel", pipelined(F32), PIPELINED
-    ),
-    "squared_norm of bfloat16 pipelined": Case(
-        "bench.pipelined", "pipelined_norm_kernel", pipelined(BF16), PIPELINED
-    ),
+    **{
+        f"squared_norm{name}{how}": Case(module, kernel, partial(call, of), shapes)
+        for module, kernel, call, shapes, how in (
+            ("ringdp.kernels.norm", "squared_norm_kernel", norm, NORMS, ""),
+            ("bench.pipelined", "pipelined_norm_kernel", pipelined, PIPELINED, " pipelined"),
+        )
+        for of, name in ((torch.float32, ""), (torch.bfloat16, " of bfloat16"))
+    },
     "flatten": Case(
-        f"{KERNELS}.copying",
+        "ringdp.kernels.copying",
         "copy_kernel",
         flatten,
         [Shape({"CHUNK": n << 10}) for n in (2, 8, 16)],
     ),
-    "unscale": Case(f"{KERNELS}.unscale", "unscale_kernel", unscale, BLOCKS),
+    "unscale": Case("ringdp.kernels.unscale", "unscale_kernel", unscale, BLOCKS),
     "stochastic_round": Case(
-        f"{KERNELS}.stochastic", "stochastic_round_kernel", stochastic, BLOCKS
+        "ringdp.kernels.stochastic", "stochastic_round_kernel", stochastic, BLOCKS
     ),
-    "fold": Case(f"{KERNELS}.fold", "fold_kernel", fold, BLOCKS),
-    "adamw": Case(f"{KERNELS}.adamw", "adamw_kernel", adamw, BLOCKS),
+    "fold": Case("ringdp.kernels.fold", "fold_kernel", fold, BLOCKS),
+    "adamw": Case("ringdp.kernels.adamw", "adamw_kernel", adamw, BLOCKS),
 }
 
 
