@@ -40,7 +40,7 @@ from ringdp.cli.exits import exit_code
 from ringdp.cli.files import write_json
 from ringdp.cli.launch import signals_raised
 from ringdp.schedule import fuse, project, schedule
-from ringdp.transport.peer.kernels import CudaKernels, Launch
+from ringdp.transport.peer.kernels import Launch, kernels_on
 
 LEAST = 10.0  # s: a part is not begun with less time left
 START = 10.0  # s, at most, until pytest has imported torch and starts the first test
@@ -109,7 +109,7 @@ class Timed:
     """Launches kernels over peer memory, and times the last launch on the GPU."""
 
     def __init__(self) -> None:
-        self._kernels = CudaKernels()
+        self._kernels = kernels_on(torch.device("cuda"))
 
     def launch(self, launch: Launch) -> None:
         self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

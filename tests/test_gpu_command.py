@@ -298,6 +298,6 @@ def test_the_gpu_sleeps_until_the_timed_launch_is_queued(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: stream.append("sleep"))
-    monkeypatch.setattr(gpu, "CudaKernels", Kernels)
+    monkeypatch.setattr(gpu, "kernels_on", lambda device: Kernels())
     gpu.Timed().launch(kernels.Launch("", (1, 1), torch.zeros(1), 0))
     assert stream == ["sleep", "|", "launch", "|"]

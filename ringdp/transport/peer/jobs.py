@@ -15,6 +15,8 @@ from torch import Tensor
 
 from ringdp.errors import UsageError
 from ringdp.schedule.program import NONE, REDUCE, Program, Row
+from ringdp.transport.base import REDUCE_OPS, ReduceOp
+from ringdp.transport.bounds import Bounds
 
 LINE = 128  # bytes between words that different ranks write (csrc's kLine)
 # A slab costs its leader the same number of memory accesses whatever its size, so slabs are large.
@@ -60,21 +62,13 @@ def decoded(word: int) -> FailureWord:
 class Shape(NamedTuple):
     """The shape of all windows: each block has `depth` slots of `slab` bytes per sending rank.
 
-    A program must need no more slots (`schedule.fifo_depth`).
+    A program must need no more slots (`schedule.fifo_depth`). `slab` is a multiple of LINE.
     """
 
     ranks: int
     channels: int
     depth: int
     slab: int
-
-    def check(self) -> None:
-        """Raises UsageError for an impossible shape."""
-        if min(self.ranks, self.channels, self.depth) < 1 or self.slab < LINE or self.slab % LINE:
-            raise UsageError(
-                f"ranks, channels and depth are at least 1 and slab a multiple of {LINE} bytes, "
-                f"not {self.ranks}, {self.channels}, {self.depth} and {self.slab}"
-            )
 
     @property
     def window(self) -> int:
@@ -116,8 +110,47 @@ def kernel_name(dtype: torch.dtype) -> str:
     return "rows_" + str(dtype).removeprefix("torch.")
 
 
-def rows_of(program: Program) -> Tensor:
-    return torch.from_numpy(program.rows.copy())
+def tables_of(program: Program, bounds: Bounds) -> Tensor:
+    """What a job points to, as int64 on the host: the bounds, then the rows, 6 int32 each."""
+    rows = torch.from_numpy(program.rows.copy()).flatten().view(torch.int64)
+    return torch.cat([torch.tensor(bounds, device="cpu"), rows])
+
+
+def job_of(
+    program: Program,
+    tables: Tensor,
+    shape: Shape,
+    op: ReduceOp,
+    *,
+    active: int,
+    timeout: float,
+    counts: Tensor,
+    failure: Tensor,
+    windows: Tensor,
+    number: int = 0,
+    buffer: int = 0,
+    room: int = 0,
+) -> Job:
+    """A rank's job, with `timeout` in s and device tensors: the program's tables, the rank's counts
+    and failure word, and the addresses of all windows."""
+    return Job(
+        program.rank,
+        *shape,
+        active=active,
+        number=number,
+        timeout=int(min(timeout * 1e9, LONGEST)),
+        op=REDUCE_OPS.index(op),
+        rows=tables.data_ptr() + 8 * (program.chunks + 1),
+        length=len(program.rows),
+        bounds=tables.data_ptr(),
+        chunks=program.chunks,
+        scratch=program.scratch,
+        buffer=buffer,
+        room=room,
+        counts=counts.data_ptr(),
+        failure=failure.data_ptr(),
+        windows=windows.data_ptr(),
+    )
 
 
 def greeted(program: Program) -> Program:

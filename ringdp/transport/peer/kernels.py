@@ -54,15 +54,11 @@ class Kernels(Protocol):
 class CudaKernels:
     """The fatbin's kernels, launched on torch's current stream of the GPU that holds the jobs."""
 
-    def __init__(self, device: torch.device | str = "cuda") -> None:
+    def __init__(self, device: torch.device) -> None:
         """Load the kernels on `device`.
 
-        Raises UsageError, with what to do, if CuPy, a GPU or a compatible fatbin is missing.
+        Raises UsageError, with what to do, if CuPy or a compatible fatbin is missing.
         """
-        if not torch.cuda.is_available():
-            raise UsageError(
-                "peer memory needs a CUDA GPU, and torch finds none here; shm serves the CPU"
-            )
         try:
             import cupy
         except ImportError as e:
@@ -75,7 +71,7 @@ class CudaKernels:
         self._cupy = cupy
         module = cupy.RawModule(path=str(FATBIN), enable_cooperative_groups=True)
         try:
-            with on(cupy, resolve(device)):
+            with on(cupy, device):
                 # Load all of them now: loading one while another spins would never end. Keep them,
                 # as CuPy's module queries the driver on each lookup.
                 names = map(kernel_name, DTYPES)
@@ -114,14 +110,6 @@ def on(cupy: Any, device: torch.device) -> Iterator[None]:
     """Make `device` current for torch and for CuPy, which keeps a module for each device."""
     with torch.cuda.device(device), cupy.cuda.Device(device.index):
         yield
-
-
-def resolve(device: torch.device | str) -> torch.device:
-    """`device` with an explicit GPU index, so that it does not follow the current device."""
-    device = torch.device(device)
-    if device.type != "cuda" or device.index is not None:
-        return device
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def resident(device: torch.device) -> int:

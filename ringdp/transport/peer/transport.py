@@ -25,14 +25,14 @@ from torch import Tensor
 from torch.distributed import DistError
 
 from ringdp.errors import CommunicationError
-from ringdp.transport.base import REDUCE_OPS, Exchange, FailureKind, Prepared, Run, Stamped
+from ringdp.transport.base import Exchange, FailureKind, Prepared, Run, Stamped
 from ringdp.transport.c10d.transport import Failed
 from ringdp.transport.device import in_flight
 from ringdp.transport.device.in_flight import Given
 from ringdp.transport.device.streams import device_of
 from ringdp.transport.device.transport import DeviceTransport
 from ringdp.transport.peer import jobs
-from ringdp.transport.peer.jobs import LONGEST, SLAB, Fault, Job, Shape, kernel_name
+from ringdp.transport.peer.jobs import SLAB, Fault, Shape, kernel_name
 from ringdp.transport.peer.kernels import Launch, kernels_on, resident
 from ringdp.transport.peer.windows import windows
 from ringdp.transport.store.handshake import FIRST_PAUSE, LONGEST_PAUSE, Handshake
@@ -126,25 +126,17 @@ class PeerTransport(DeviceTransport):
         if self._streams.capturing():
             raise self._uncapturable("a table for its kernel")
         program = jobs.greeted(run.program)
-        rows = jobs.rows_of(program).flatten().view(torch.int64)  # 6 int32 each
-        tables = self._streams.sent(torch.cat([torch.tensor(run.bounds, device="cpu"), rows]))
-        job = Job(
-            self.rank,
-            *self._shape,
+        tables = self._streams.sent(jobs.tables_of(program, run.bounds))
+        job = jobs.job_of(  # the launch sets number, buffer and room
+            program,
+            tables,
+            self._shape,
+            run.op,
             active=self._shape.channels,
-            number=0,  # the launch sets number, buffer and room
-            timeout=int(min(timeout * 1e9, LONGEST)),
-            op=REDUCE_OPS.index(run.op),
-            rows=tables.data_ptr() + 8 * len(run.bounds),
-            length=len(program.rows),
-            bounds=tables.data_ptr(),
-            chunks=program.chunks,
-            scratch=program.scratch,
-            buffer=0,
-            room=0,
-            counts=self._counts.data_ptr(),
-            failure=self._failure.data_ptr(),
-            windows=self._table.data_ptr(),
+            timeout=timeout,
+            counts=self._counts,
+            failure=self._failure,
+            windows=self._table,
         )
         shared = jobs.shared_bytes(program)
         return _Made(self._streams.sent(torch.tensor([job], device="cpu")), tables, shared)
