@@ -26,7 +26,8 @@ from rich.console import Console
 
 from ringdp import _core
 from ringdp.cli.console import folding, put
-from ringdp.transport.nccl.library import HOST, INSTALL
+from ringdp.transport.device.streams import advice_to_install
+from ringdp.transport.nccl.library import HOST
 from ringdp.transport.peer.kernels import FATBIN
 
 MIB = 1 << 20
@@ -133,7 +134,7 @@ def cupy() -> Check:
 
     `cupy.cuda.nccl` can be imported even if the binding cannot.
     """
-    advice = f"only for the NCCL transport: {_extra()}"
+    advice = f"only for the NCCL transport: {advice_to_install()}"
     names = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
     load = f"import ctypes; ctypes.CDLL({str(HOST)!r}, ctypes.RTLD_GLOBAL)"
     return _package("CuPy", names, "cupy_backends.cuda.libs.nccl", advice, before=load)
@@ -148,7 +149,7 @@ def nccl() -> Check:
         advice = "they overwrite one another: pip uninstall both, then install one again"
         return Check(what, versions, advice)
     if not found:
-        return Check(what, "none", f"only for the NCCL transport: {_extra()}")
+        return Check(what, "none", f"only for the NCCL transport: {advice_to_install()}")
     text = f"{len(found)}: {', '.join(found)}" + f" ({versions})" * bool(versions)
     several = f"make sure that one is loaded: LD_PRELOAD={found[0]}"
     return Check(what, text, several if len(found) > 1 else "")
@@ -241,12 +242,6 @@ def _child() -> Iterator[tuple[int, int]]:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         os.close(fd)
-
-
-def _extra() -> str:
-    """How to install CuPy and NCCL: with the extra for torch's CUDA version, if it has one."""
-    major = str(torch.version.cuda).split(".")[0]
-    return f"pip install 'ringdp[cuda{major}]'" if major in ("12", "13") else INSTALL
 
 
 def _version(package: str) -> str | None:

@@ -205,3 +205,11 @@ def device_of(transport: str, *, host: bool) -> torch.device:
             f"'c10d', or '{transport}-host' to run its code on host memory"
         )
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def advice_to_install() -> str:
+    """How to install CuPy and NCCL: with the extra for torch's CUDA version, if it has one."""
+    major = str(torch.version.cuda).split(".")[0]
+    if major in ("12", "13"):
+        return f"pip install 'ringdp[cuda{major}]'"
+    return "pip install 'ringdp[cuda13]' or 'ringdp[cuda12]', by the CUDA of your torch"

@@ -23,11 +23,11 @@ from typing import Protocol, cast
 
 from ringdp import _core
 from ringdp.errors import CommunicationError, UsageError
+from ringdp.transport.device.streams import advice_to_install
 from ringdp.transport.store.handshake import Handshake
 
 MAPS = Path("/proc/self/maps")
 HOST = Path(_core.__file__).with_name("libhostnccl.so")
-INSTALL = "pip install 'ringdp[cuda13]' or 'ringdp[cuda12]', by the CUDA of your torch"
 INVALID_USAGE = 5  # ncclResult_t
 
 
@@ -78,7 +78,7 @@ def binding(*, host: bool) -> Binding:
     try:
         found = import_module("cupy_backends.cuda.libs.nccl")
     except ImportError as e:
-        install = "pip install 'ringdp[nccl]'" if host else INSTALL
+        install = "pip install 'ringdp[nccl]'" if host else advice_to_install()
         raise UsageError(f"the NCCL transport needs CuPy ({e}): {install}") from e
     check_loaded(loaded(), host)
     return cast(Binding, found)
@@ -119,7 +119,7 @@ def _load_nccl() -> None:
         with suppress(OSError):
             ctypes.CDLL(place, ctypes.RTLD_GLOBAL)
             return
-    raise UsageError(f"no libnccl.so.2 on this machine: {INSTALL}")
+    raise UsageError(f"no libnccl.so.2 on this machine: {advice_to_install()}")
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from torch import Tensor
 from ringdp import _core
 from ringdp.errors import CommunicationError, UsageError
 from ringdp.transport.base import DTYPES
+from ringdp.transport.device.streams import advice_to_install
 from ringdp.transport.peer.jobs import kernel_name
 
 FATBIN = Path(_core.__file__).parent / "peer.fatbin"
@@ -26,7 +27,6 @@ HOST = Path(_core.__file__).with_name("libhostpeer.so")
 THREADS = 512  # per block
 TOGETHER = 1  # blocks per multiprocessor, limited by registers (launch bounds in csrc's peer.cu)
 NO_THREADS = 3  # result of csrc's threads.hpp: the system lacks threads
-INSTALL = "pip install 'ringdp[cuda13]', or cuda12"
 
 
 class Launch(NamedTuple):
@@ -62,7 +62,9 @@ class CudaKernels:
         try:
             import cupy
         except ImportError as e:
-            raise UsageError(f"peer memory needs CuPy to load its kernels ({e}): {INSTALL}") from e
+            raise UsageError(
+                f"peer memory needs CuPy to load its kernels ({e}): {advice_to_install()}"
+            ) from e
         if not FATBIN.exists():
             raise UsageError(
                 f"{FATBIN} does not exist: ringdp was built without nvcc. Build it where there is "
