@@ -41,7 +41,7 @@ RUNS: dict[str, Options] = {
 def main(
     names: Annotated[list[str] | None, typer.Argument(help=", ".join(RUNS))] = None,
     rounds: Annotated[int, typer.Option(help="of each contender")] = Options.rounds,
-    max: Annotated[str, typer.Option(help="no buffer is larger")] = "64M",
+    max: Annotated[str, typer.Option(help="no buffer is larger")] = Options.max,
     into: Annotated[
         Path, typer.Option(help="a folder: bench/results/other is for a second machine's")
     ] = RESULTS,

@@ -8,7 +8,7 @@ from typer import Option
 
 from ringdp.cli.checks import written
 from ringdp.cli.options import parse_stages
-from ringdp.cli.plan.hardware import DEVICES, PER_NODE
+from ringdp.cli.plan.hardware import ASSUMED_ALPHA, BETWEEN_NODES, DEVICES, PER_NODE
 from ringdp.schedule.cost import CLOSED
 
 UTILISATION = 0.4  # share of the peak that compute reaches
@@ -39,8 +39,8 @@ class Options:
     network: Annotated[
         str | None,
         Option(
-            help="a rank's rate between nodes: 400Gb (bits/s, the default) or 50GB (bytes/s); or "
-            ".json files of `ringdp bench`, with commas"
+            help=f"a rank's rate between nodes: {BETWEEN_NODES} (bits/s, the default) or 50GB "
+            "(bytes/s); or .json files of `ringdp bench`, with commas"
         ),
     ] = None
     batch: Annotated[int, Option(help="rows of one rank in a step")] = 1
@@ -58,7 +58,8 @@ class Options:
         Option(help="most that a rank may hold, as in 80GB or 80GiB; by default the device's"),
     ] = None
     alpha: Annotated[
-        float | None, Option(help="s per message on a named network; 1e-5 if not given")
+        float | None,
+        Option(help=f"s per message on a named network; {ASSUMED_ALPHA:g} if not given"),
     ] = None
     algorithm: Annotated[str, Option(help=f"of every collective: {', '.join(ALGORITHMS)}")] = (
         "direct"
