@@ -22,7 +22,7 @@ import torch
 from torch.distributed import PrefixStore, TCPStore
 
 from ringdp import Communicator
-from ringdp.cli.doctor import report
+from ringdp.cli.doctor import job, report
 from ringdp.cli.doctor.job import family
 from ringdp.cli.loopback import loopback_store
 from ringdp.cli.main import main
@@ -30,10 +30,11 @@ from ringdp.comm import inspection
 from ringdp.comm.call import fingerprint
 from ringdp.transport.records import SITE_BYTES
 from ringdp.transport.shm.watch import Watched, segments
-from ringdp.transport.store.processes import introduce, process_state
+from ringdp.transport.store.processes import has_ended, introduce, process_state
 from ringdp.transport.store.status import StatusBoard
 from tests.ranks import Pool
 from tests.transport.nccl.faults import LACKS_HOST_NCCL, WHY
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.process
 PR_SET_NAME = 15  # linux/prctl.h
@@ -55,6 +56,16 @@ def test_the_checks_are_printed_as_json(capsys):
     assert all(
         check["well"] or check["advice"] or check["what"] == "GPUs" for check in found["checks"]
     )
+
+
+def test_a_process_that_has_ended_but_was_not_reaped_is_passed_over(monkeypatch):
+    """Only root may look at it, and its job may be the one that hangs."""
+    looked = list[int]()
+    monkeypatch.setattr(job, "segments", lambda pids: looked.extend(pids) or [])
+    with subprocess.Popen(["true"]) as child:
+        wait_until(lambda: has_ended(child.pid))
+        job._communicators([os.getpid(), child.pid])
+    assert looked == [os.getpid()]
 
 
 @pytest.mark.parametrize(("needed", "code"), [(True, 1), (False, 0)])

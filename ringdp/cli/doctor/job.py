@@ -102,9 +102,10 @@ class Seen(NamedTuple):
 
 
 def _communicators(pids: list[int]) -> list[Seen]:
+    running = [pid for pid in pids if not has_ended(pid)]  # a zombie's files are root's
     try:
-        shared = [_shared(path) for path in segments(pids)]
-        ranks = [e for e in map(_environ, pids) if all(v in e for v in VARIABLES)]
+        shared = [_shared(path) for path in segments(running)]
+        ranks = [e for e in map(_environ, running) if all(v in e for v in VARIABLES)]
     except PermissionError as error:
         raise UsageError(
             f"{error.filename} may not be looked at: run the doctor as the user whose process it is"
