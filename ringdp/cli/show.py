@@ -164,10 +164,9 @@ def sent(schedule: Schedule) -> str:
 
 def _programs(schedule: Schedule, collective: Collective, rank: int) -> Iterator[str]:
     """The rows of one rank's program, as projected and as fused."""
-    after = contract(collective, schedule.ranks, schedule.chunks).after
+    promise = contract(collective, schedule.ranks, schedule.chunks)
     plain = [project(schedule, r) for r in range(schedule.ranks)]
-    # As in the communicator, chunks that the contract does not ask for are not stored.
-    fused = [fuse(p, [c for r, c in after if r == p.rank]) for p in plain]
+    fused = [fuse(p, promise.kept(p.rank)) for p in plain]  # as in the communicator
     for name, programs in (("plain", plain), ("fused", fused)):
         rows = counted(len(programs[rank].rows), "row")
         yield f"\nrank {rank}, {name}: {rows}, least FIFO depth {fifo_depth(programs)}"

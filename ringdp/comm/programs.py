@@ -106,10 +106,10 @@ def _runnable(
     """Return the program of `rank`, or None if it needs longer FIFOs than `depth`."""
     if depth is None:
         return project(plan, rank)
-    live = contract(collective, plan.ranks, plan.chunks, root).after
+    promise = contract(collective, plan.ranks, plan.chunks, root)
 
     def fused(plain: Program) -> Program:
-        return fuse(plain, [c for q, c in live if q == plain.rank])
+        return fuse(plain, promise.kept(plain.rank))
 
     if depth == inf:
         return fused(project(plan, rank))

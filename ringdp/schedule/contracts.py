@@ -22,6 +22,10 @@ class Contract(NamedTuple):
     before: State
     after: State
 
+    def kept(self, rank: int) -> list[int]:
+        """Return the rank's chunks whose final values matter: no other needs a store (`fuse`)."""
+        return [c for r, c in self.after if r == rank]
+
 
 def contract(collective: Collective, n: int, chunks: int, root: int = 0) -> Contract:
     """Return the contract of `collective` over n ranks. `root` only matters if it has a root.

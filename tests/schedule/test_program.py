@@ -31,8 +31,8 @@ def buffers(n: int, elements: int) -> list[torch.Tensor]:
 
 def programs(plan: Schedule, collective: str) -> tuple[list[Program], list[Program]]:
     plain = [project(plan, r) for r in range(plan.ranks)]
-    live = contract(collective, plan.ranks, plan.chunks).after
-    return plain, [fuse(p, {c for q, c in live if q == p.rank}) for p in plain]
+    promise = contract(collective, plan.ranks, plan.chunks)
+    return plain, [fuse(p, promise.kept(p.rank)) for p in plain]
 
 
 def sends(program: Program) -> int:

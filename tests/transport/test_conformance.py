@@ -90,8 +90,8 @@ def digest(result: Tensor) -> bytes:
 @cache
 def programs(collective: str, algorithm: str, n: int, root: int) -> list[Program]:
     plan = schedule(collective, algorithm, n, root)
-    live = contract(collective, n, plan.chunks, root).after
-    return [fuse(project(plan, r), {c for q, c in live if q == r}) for r in range(n)]
+    promise = contract(collective, n, plan.chunks, root)
+    return [fuse(project(plan, r), promise.kept(r)) for r in range(n)]
 
 
 def expected(case: Case, n: int) -> list[bytes]:
