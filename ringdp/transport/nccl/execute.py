@@ -18,7 +18,7 @@ from ringdp.kernels import fold as fold_rows
 from ringdp.transport.base import ReduceOp
 from ringdp.transport.device.streams import PARITIES, Streams
 from ringdp.transport.nccl.library import Binding, Comm, grouped
-from ringdp.transport.nccl.plan import Fold, Step
+from ringdp.transport.nccl.plan import Fold, Round
 from ringdp.transport.nccl.tiles import Tiles
 from ringdp.transport.rows import COMBINE, divided, widened
 
@@ -63,45 +63,48 @@ def execute(
     `peer` maps a rank of the plan to a rank of the communicator. Raises what NCCL raises.
     """
     sent = 0
-    by_round: dict[int, dict[int, Step]] = {}
+    by_round: dict[int, dict[int, Round]] = {}
     for rank, tiles in ranks.items():
-        for step in tiles.plan.steps:
-            by_round.setdefault(step.round, {})[rank] = step
+        for one in tiles.plan.rounds:
+            by_round.setdefault(one.number, {})[rank] = one
     tiles_of_all = max((tiles.count for tiles in ranks.values()), default=0)
     with nccl.streams.beside() if tiles_of_all > 1 else nullcontext():
         for first in range(0, tiles_of_all, PARITIES):
-            for round_ in sorted(by_round):
+            for _, rounds in sorted(by_round.items()):
                 for tile in range(first, min(first + PARITIES, tiles_of_all)):
-                    steps = by_round[round_]
-                    _compute(nccl.streams, ranks, steps, tile, op)
-                    sent += _move(nccl, ranks, steps, tile, peer)
+                    _compute(nccl.streams, ranks, rounds, tile, op)
+                    sent += _move(nccl, ranks, rounds, tile, peer)
     return sent
 
 
 def _compute(
-    streams: Streams, ranks: Mapping[int, Tiles], steps: Mapping[int, Step], tile: int, op: ReduceOp
+    streams: Streams,
+    ranks: Mapping[int, Tiles],
+    rounds: Mapping[int, Round],
+    tile: int,
+    op: ReduceOp,
 ) -> None:
-    if not any(step.folds for step in steps.values()):
+    if not any(one.folds for one in rounds.values()):
         return
     with streams.in_chain(tile % PARITIES, folds=True):
-        for rank, step in steps.items():
-            for fold in step.folds:
+        for rank, one in rounds.items():
+            for fold in one.folds:
                 fold_tile(ranks[rank], fold, tile, op)
 
 
 def _move(
     nccl: Nccl,
     ranks: Mapping[int, Tiles],
-    steps: Mapping[int, Step],
+    rounds: Mapping[int, Round],
     tile: int,
     peer: Callable[[int], int],
 ) -> int:
     sends: list[tuple[int, int, tuple[int, int]]] = []  # from, to, (address, bytes)
     receives: list[tuple[int, int, tuple[int, int]]] = []
-    for rank, step in steps.items():
+    for rank, one in rounds.items():
         at = ranks[rank].bytes_of
-        sends += [(rank, c.peer, at(c.place, c.like, tile)) for c in step.sends]
-        receives += [(c.peer, rank, at(c.place, c.like, tile)) for c in step.receives]
+        sends += [(rank, c.peer, at(c.place, c.like, tile)) for c in one.sends]
+        receives += [(c.peer, rank, at(c.place, c.like, tile)) for c in one.receives]
     sends = sorted((s for s in sends if s[2][1]), key=lambda s: s[:2])
     receives = sorted((r for r in receives if r[2][1]), key=lambda r: r[:2])
     if not sends and not receives:

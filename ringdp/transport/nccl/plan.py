@@ -1,6 +1,6 @@
 """Plans a program as groups of NCCL calls with folds between them. Pure: no buffer, no device.
 
-A round of the schedule becomes one Step: folds and copies of data that is already there, then one
+A round of the schedule becomes one Round: folds and copies of data that is already there, then one
 group of sends and receives. A received value that is to be added waits in a place of its own until
 the sum is read. Then all values that wait for it are added in one fold, in program order. So a fold
 is one pass, and 16-bit floats are rounded where every transport rounds them.
@@ -35,10 +35,11 @@ class Call(NamedTuple):
     like: int
 
 
-class Step(NamedTuple):
-    """One round, as one rank sees it: `folds`, in their order, then one group of calls."""
+class Round(NamedTuple):
+    """A round of the schedule, as one rank sees it: `folds`, in their order, then one group of
+    calls."""
 
-    round: int
+    number: int
     folds: tuple[Fold, ...]
     sends: tuple[Call, ...]
     receives: tuple[Call, ...]
@@ -46,7 +47,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Steps over `chunks` chunks and `rows` rows of staging, in the order of the rounds.
+    """Rounds over `chunks` chunks and `rows` rows of staging, in order.
 
     A rank's plan omits rounds in which it has nothing to do. A message is in the same round on both
     ends, and at the same position among the messages of its channel in that round.
@@ -54,7 +55,7 @@ class Plan:
 
     chunks: int
     rows: int
-    steps: tuple[Step, ...]
+    rounds: tuple[Round, ...]
 
 
 @lru_cache(maxsize=1024)
@@ -69,14 +70,14 @@ def plan(program: Program) -> Plan:
 
 
 class _Making:
-    """Builds the steps round by round, tracking the place of every chunk."""
+    """Builds the rounds one by one, tracking the place of every chunk."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.at = {c: c for c in range(program.chunks)}  # chunk or scratch chunk -> its place
         self.like = dict(self.at)  # place -> a chunk of the same length
         self.waiting: dict[int, list[int]] = {}  # chunk -> places to add to it
-        self.steps = list[Step]()
+        self.rounds = list[Round]()
         self.folds = list[Fold]()  # of the round that is being built
         self._rows = list(program)
         self._new = count(program.chunks)
@@ -93,17 +94,17 @@ class _Making:
                 self._local(row)
             else:
                 receives.append(self._call(row.recv_peer, self._received(round_, row)))
-        self._step(round_, tuple(sends), tuple(receives))
+        self._round(round_, tuple(sends), tuple(receives))
 
     def end(self) -> None:
         """Fold all values that still wait."""
         for chunk in range(self.program.chunks):
             self._settle(chunk)
-        self._step(self._rows[-1].round + 1 if self._rows else 0, (), ())
+        self._round(self._rows[-1].round + 1 if self._rows else 0, (), ())
 
-    def _step(self, round_: int, sends: tuple[Call, ...], receives: tuple[Call, ...]) -> None:
+    def _round(self, round_: int, sends: tuple[Call, ...], receives: tuple[Call, ...]) -> None:
         if self.folds or sends or receives:
-            self.steps.append(Step(round_, tuple(self.folds), sends, receives))
+            self.rounds.append(Round(round_, tuple(self.folds), sends, receives))
         self.folds = []
 
     def _call(self, peer: int, place: int) -> Call:
@@ -173,15 +174,15 @@ class _Making:
 def _laid_out(making: _Making) -> Plan:
     """The plan with places mapped to rows of staging: the parts of one fold get adjacent rows, the
     other places reuse rows that are free."""
-    chunks, steps = making.program.chunks, making.steps
+    chunks, rounds = making.program.chunks, making.rounds
     row: dict[int, int] = {c: c for c in range(chunks)}
-    for fold in (f for step in steps for f in step.folds):
+    for fold in (f for one in rounds for f in one.folds):
         staged = {p: None for p in fold.parts if p >= chunks}  # a dict, as a part may occur twice
         if len(staged) > 1 and not any(p in row for p in staged):
             row |= {p: len(row) + i for i, p in enumerate(staged)}
     first = len(row)
-    # For every step, the places that its folds use, then those of its calls, which follow them.
-    turns = [places for step in steps for places in (_folded(step), _called(step))]
+    # For every round, the places that its folds use, then those of its calls, which follow them.
+    turns = [places for one in rounds for places in (_folded(one), _called(one))]
     last = {p: i for i, places in enumerate(turns) for p in places}
     until: dict[int, int] = {}  # reusable row (from `first` on) -> the last turn that uses it
     for i, places in enumerate(turns):
@@ -189,22 +190,22 @@ def _laid_out(making: _Making) -> Plan:
             free = [r for r, end in until.items() if end < i]
             row[place] = min(free, default=first + len(until))
             until[row[place]] = last[place]
-    renamed = tuple(_renamed(step, row) for step in steps)
+    renamed = tuple(_renamed(one, row) for one in rounds)
     return Plan(chunks, first + len(until) - chunks, renamed)
 
 
-def _folded(step: Step) -> set[int]:
-    return {p for fold in step.folds for p in (fold.out, *fold.parts)}
+def _folded(one: Round) -> set[int]:
+    return {p for fold in one.folds for p in (fold.out, *fold.parts)}
 
 
-def _called(step: Step) -> set[int]:
-    return {call.place for call in (*step.sends, *step.receives)}
+def _called(one: Round) -> set[int]:
+    return {call.place for call in (*one.sends, *one.receives)}
 
 
-def _renamed(step: Step, row: dict[int, int]) -> Step:
-    return Step(
-        step.round,
-        tuple(f._replace(out=row[f.out], parts=tuple(row[p] for p in f.parts)) for f in step.folds),
-        tuple(c._replace(place=row[c.place]) for c in step.sends),
-        tuple(c._replace(place=row[c.place]) for c in step.receives),
+def _renamed(one: Round, row: dict[int, int]) -> Round:
+    return Round(
+        one.number,
+        tuple(f._replace(out=row[f.out], parts=tuple(row[p] for p in f.parts)) for f in one.folds),
+        tuple(c._replace(place=row[c.place]) for c in one.sends),
+        tuple(c._replace(place=row[c.place]) for c in one.receives),
     )

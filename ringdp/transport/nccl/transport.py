@@ -70,10 +70,10 @@ class NcclTransport(DeviceTransport):
         return streams.fetched(theirs), streams.end()
 
     def _execute(self, ours: Stamped, run: Run, buffer: Tensor) -> int:
-        steps, bounds, size = plan(run.program), run.bounds, buffer.element_size()
+        made, bounds, size = plan(run.program), run.bounds, buffer.element_size()
         slab = slab_of(run.program, bounds, self._streams.room // size)
-        staging = self._room(prod(staging_shape(steps, bounds, slab)) * size)
-        tiles = Tiles(steps, buffer, bounds, staging.view(buffer.dtype), slab)
+        staging = self._room(prod(staging_shape(made, bounds, slab)) * size)
+        tiles = Tiles(made, buffer, bounds, staging.view(buffer.dtype), slab)
         return execute(self._nccl, {self.rank: tiles}, run.op)
 
     def _check_health(self) -> None:

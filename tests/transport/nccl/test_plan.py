@@ -28,29 +28,29 @@ def run(programs: list[Program], buffers: list[Tensor], op: Op = "sum") -> None:
     """Executes all ranks' plans in one thread; a group ends when all its messages have arrived."""
     tiles = []
     for program, buffer in zip(programs, buffers, strict=True):
-        steps, bounds = plan(program), chunk_bounds(buffer.numel(), program)
-        staging = buffer.new_empty(staging_shape(steps, bounds, SLAB)).view(-1)
+        made, bounds = plan(program), chunk_bounds(buffer.numel(), program)
+        staging = buffer.new_empty(staging_shape(made, bounds, SLAB)).view(-1)
         if staging.is_floating_point():
             staging.fill_(torch.nan)  # data that was never written must not be read
-        tiles.append(Tiles(steps, buffer, bounds, staging, SLAB))
-    rounds = sorted({step.round for t in tiles for step in t.plan.steps})
+        tiles.append(Tiles(made, buffer, bounds, staging, SLAB))
+    numbers = sorted({one.number for t in tiles for one in t.plan.rounds})
     for tile in range(max(t.count for t in tiles)):
-        for round_ in rounds:
+        for number in numbers:
             sent: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
-            steps = {r: s for r, t in enumerate(tiles) for s in t.plan.steps if s.round == round_}
-            for rank, step in steps.items():
-                for fold in step.folds:
+            ones = {r: s for r, t in enumerate(tiles) for s in t.plan.rounds if s.number == number}
+            for rank, one in ones.items():
+                for fold in one.folds:
                     fold_tile(tiles[rank], fold, tile, op)
-                for call in (*step.sends, *step.receives):
+                for call in (*one.sends, *one.receives):
                     where = call.place, call.like, tile
                     value, (address, size) = tiles[rank].place(*where), tiles[rank].bytes_of(*where)
                     assert size == value.nbytes
                     assert not size or address == value.data_ptr()
-                for call in step.sends:
+                for call in one.sends:
                     value = tiles[rank].place(call.place, call.like, tile)
                     sent[rank, call.peer].append(value.clone())
-            for rank, step in steps.items():
-                for call in step.receives:
+            for rank, one in ones.items():
+                for call in one.receives:
                     out = tiles[rank].place(call.place, call.like, tile)
                     out.copy_(sent[call.peer, rank].popleft())
             assert not any(sent.values()), "a message that no rank receives"
@@ -164,7 +164,7 @@ def test_a_fold_is_one_pass(collective: str, name: str):
     for n in range(2, 9):
         for rank in range(n):
             made = plan(project(schedule(collective, name, n), rank))
-            for fold in (f for step in made.steps for f in step.folds):
+            for fold in (f for one in made.rounds for f in one.folds):
                 staged = [p for p in fold.parts if p >= made.chunks]
                 assert all(b - a == 1 for a, b in pairwise(staged))
                 assert len(fold.parts) - len(staged) < 2

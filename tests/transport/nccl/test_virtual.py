@@ -37,11 +37,11 @@ def run(nccl: Nccl, collective: str, name: str, inputs: list[Tensor], slab: int)
     tiles = {}
     for rank, x in enumerate(inputs):
         program = project(made, rank)
-        steps, bounds = plan(program), chunk_bounds(x.numel(), program)
+        own, bounds = plan(program), chunk_bounds(x.numel(), program)
         staging = torch.empty(
-            prod(staging_shape(steps, bounds, slab)), dtype=x.dtype, device=nccl.streams.device
+            prod(staging_shape(own, bounds, slab)), dtype=x.dtype, device=nccl.streams.device
         )
-        tiles[rank] = Tiles(steps, x.to(nccl.streams.device, copy=True), bounds, staging, slab)
+        tiles[rank] = Tiles(own, x.to(nccl.streams.device, copy=True), bounds, staging, slab)
     arrival = nccl.streams.arrival()
     with nccl.streams.current():
         nccl.streams.follow(arrival)
