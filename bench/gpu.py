@@ -35,6 +35,7 @@ from bench.overlay import SECONDS
 from bench.part import GRACE, ROOT, Outcome, Part, run
 from bench.results import RESULTS
 from bench.virtual import VirtualRanks
+from ringdp.cli.bench.cases import CASES
 from ringdp.cli.bench.kernels import LAUNCH_CYCLES
 from ringdp.cli.exits import exit_code
 from ringdp.cli.files import write_json
@@ -151,7 +152,7 @@ def _timed(n: int, algorithm: str, size: int, kernels: Timed) -> dict[str, objec
     return {
         "p50_us": round(p50 * 1e6, 1),
         "min_us": round(min(seconds) * 1e6, 1),
-        "busbw": round(size / p50 * 2 * (n - 1) / n / 1e9, 2),
+        "busbw": round(size / p50 * CASES["all_reduce"].bus(n) / 1e9, 2),
         "wrong": sum(int((x != n**ROUNDS).sum()) for x in buffers),
     }
 
