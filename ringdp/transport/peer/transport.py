@@ -148,7 +148,7 @@ class PeerTransport(DeviceTransport):
             return
         found = jobs.decoded(word)
         if found.fault is Fault.STOPPED:  # wait for the rank that stopped us to report why
-            self._failures.changed.wait_for(lambda: self._failures.failure, in_flight.PATIENCE)
+            self._failures.wait(in_flight.PATIENCE)
         raise Failed(FAULTS[found.fault], self.rank if found.fault is Fault.TIMEOUT else found.peer)
 
     def _leave_device(self, *, hangs: bool) -> None:

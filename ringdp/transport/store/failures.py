@@ -41,6 +41,7 @@ class Failures:
     def __init__(self, store: StoreClient, rank: int, ranks: int, busy: Callable[[], bool]) -> None:
         self.failure: Failure | None = None
         self.changed = threads.Bell()  # rung on a failure, and when anything has ended
+        self._failed = threads.Bell()  # on a failure only: each message wakes those at `changed`
         self.lock = threading.RLock()
         self.rank = rank
         self._store, self.ranks, self._busy = store, ranks, busy
@@ -67,11 +68,19 @@ class Failures:
                 first = self._store.ask(lambda s: s.compare_set("failed", "", text), later=True)
                 failure = _parsed(first, self.rank, self.ranks)
             self.failure = failure  # not before: a waiting thread raises what it sees here
-        self.changed.ring()
+        self._ring()
 
     def wait_until(self, holds: Callable[[], object], timeout: float | None = None) -> None:
         """Return when `holds()` is true or there is a failure, or after `timeout` seconds."""
         self.changed.wait_for(lambda: self.failure or holds(), timeout)
+
+    def wait(self, timeout: float) -> None:
+        """Return when there is a failure, or after `timeout` seconds."""
+        self._failed.wait_for(lambda: self.failure, timeout)
+
+    def _ring(self) -> None:
+        self.changed.ring()
+        self._failed.ring()
 
     def close(self, finished: int) -> None:
         """Record that this rank closes, having finished so many collectives. Its own waits end,
@@ -80,7 +89,7 @@ class Failures:
             if self.failure is None:
                 self.failure = Failure(FailureKind.STOPPED, self.rank, self.rank)
                 self._store.ask(partial(self._close, str(finished)), later=True)
-        self.changed.ring()
+        self._ring()
 
     def _close(self, finished: str, store: Store) -> None:
         store.set(f"closed/{self.rank}", finished)
@@ -122,7 +131,7 @@ class Failures:
         if failed is not None:
             with self.lock:
                 self.failure = self.failure or _parsed(failed, self.rank, self.ranks)
-            self.changed.ring()
+            self._ring()
             return
         self._closed = {key: self._closed.get(key, 0) + 1 for key in closed}
         if lost := [key for key, looks in self._closed.items() if looks > LAST_LOOKS]:

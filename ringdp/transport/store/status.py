@@ -166,7 +166,7 @@ def listen(failures: Failures, board: StatusBoard) -> None:
         failures.poll(board.under_way())
         with suppress(DistError):
             board.answer()
-        failures.changed.wait_for(lambda: failures.failure, LOOK)
+        failures.wait(LOOK)
     with suppress(DistError):
         board.publish_last()
 
