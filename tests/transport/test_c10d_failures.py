@@ -180,15 +180,15 @@ def test_a_message_after_a_mismatch_keeps_no_thread_busy(comm: Communicator) -> 
     """Rank 0 sees that rank 2 made another call; then comes what it has still expected of rank 1.
     If its memory were freed, gloo's thread would poll for it without end."""
     (c,) = communicators(comm, 1)
-    x, send, sent = torch.ones(SMALL + (comm.rank == 2)), wire.send, threading.Event()
+    x, send, sent = torch.ones(SMALL + (comm.rank == 2)), wire.sends, threading.Event()
 
     def late(*arguments: Any) -> list[Work]:
         wait_until(c._transport.failure)
-        parts = send(*arguments)
+        parts = [*send(*arguments)]
         sent.set()
         return parts
 
-    with patch.object(wire, "send", late if comm.rank == 1 else send):
+    with patch.object(wire, "sends", late if comm.rank == 1 else send):
         work = c.all_gather(x.new_empty(3 * len(x)), x, algorithm="direct", async_op=True)
         with pytest.raises(CollectiveMismatch):
             work.wait()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import signal
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -82,6 +83,27 @@ def test_an_interrupted_call_has_begun_or_has_no_effect(comm: Communicator, tran
     not_begun, work_lost = over(comm, transport, calls_interrupted)
     assert not_begun
     assert work_lost
+
+
+@on_ranks(2, pool="over_gloo")
+def test_interrupted_messages_keep_no_thread_busy(comm: Communicator) -> None:
+    """gloo's thread polls without end for memory that has been freed, and what a message needs is
+    made in several calls."""
+    x, other = torch.ones(20), 1 - comm.rank
+    with comm.duplicate() as c:
+        c.barrier()
+        begun = 0
+        for tag in range(CALLS):
+            call = c.isend if (comm.rank + tag) % 2 else c.irecv
+            begun += attempt(lambda: call(x, other, tag=tag)) is not None  # noqa: B023
+        assert begun < CALLS
+        (c.send if comm.rank else c.recv)(x, other, tag=CALLS)
+        c.barrier()
+        used = time.process_time()
+        time.sleep(0.3)
+        used = time.process_time() - used
+        comm.barrier()
+    assert used < 0.1
 
 
 def interrupt_an_agreement(comm: Communicator) -> None:

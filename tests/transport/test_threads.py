@@ -5,23 +5,26 @@ from __future__ import annotations
 import time
 import weakref
 from contextlib import nullcontext
-from queue import Empty
-from threading import Event, Thread
+from queue import Empty, SimpleQueue
+from threading import Event, Thread, get_ident
 
 import pytest
 
 from ringdp.transport import threads as module
 from ringdp.transport.threads import (
+    SPARE,
     WAITING,
     Answer,
     Bell,
     Living,
+    Pool,
     _threads,
     at_exit,
     complete,
     join,
     spawn,
 )
+from tests.waiting import wait_until
 
 SHORT = 0.01  # seconds
 
@@ -79,6 +82,32 @@ def test_an_answer_gives_the_result_or_raises_the_error():
     assert found.get(SHORT) == 7
     with pytest.raises(ZeroDivisionError):
         failed.get(SHORT)
+
+
+def test_a_pool_runs_all_jobs_at_once_and_its_threads_again():
+    pool, name = Pool("pooled"), "pooled"
+    seen, go, many = SimpleQueue[int](), Event(), 2 * SPARE
+
+    def threads() -> list[Thread]:
+        return [thread for thread in _threads if thread.name == name and thread.is_alive()]
+
+    def run() -> None:
+        seen.put(get_ident())
+        go.wait()
+
+    for _ in range(many):
+        pool.reserve()(run)
+    assert len({seen.get() for _ in range(many)}) == many  # none waits for another's end
+    go.set()
+    wait_until(lambda: len(pool._idle) == SPARE == len(threads()), state=threads)
+    known = {thread.ident for thread in threads()}
+    for _ in range(many):
+        pool.reserve()(run)
+        assert seen.get() in known
+        wait_until(lambda: len(pool._idle) == SPARE)
+    pool.reserve()  # as Ctrl-C may leave it
+    pool.end()
+    wait_until(lambda: not threads(), state=threads)
 
 
 def test_an_interrupted_finalizer_runs_again():

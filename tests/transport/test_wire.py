@@ -27,8 +27,9 @@ def test_messages_of_any_length_arrive(length: int, tag: int):
 
     loop = Loop()
     given = torch.arange(length) % 251
-    wire.send(loop, given.byte(), 0, tag, 7, 9)
+    list(wire.sends(loop, given.byte(), 0, tag, 7, 9))
     message = wire.Incoming(loop, 0, tag)
+    message.post()
     assert message.stamp == (7, 9, length)
     out = torch.zeros(length, dtype=torch.uint8)
     message.begin(out, 0)

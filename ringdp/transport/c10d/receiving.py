@@ -49,8 +49,9 @@ class Receiving:
         """Post the receives of all first parts at once, so that they may come in any order."""
         for at, row in enumerate(self._program):
             if row.recv_peer != NONE:
+                message = self._expected[at] = Incoming(self._group, row.recv_peer, COLLECTIVE)
                 with self._talking(row.recv_peer):
-                    self._expected[at] = Incoming(self._group, row.recv_peer, COLLECTIVE)
+                    message.post()
 
     def value(self, at: int) -> Tensor | None:
         """Return what row `at` receives, if it receives anything. Raises Unexpected."""

@@ -8,7 +8,7 @@ group's connections.
 from __future__ import annotations
 
 import os
-import threading
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -25,7 +25,43 @@ from ringdp.transport.store.client import StoreClient, StoreSilent
 from ringdp.transport.store.failures import Failures
 from ringdp.transport.store.status import StatusBoard
 
+BATCH = 16  # messages of up to 64 KiB each
 SHORTEST = timedelta(milliseconds=1)
+
+
+class Sending:
+    """Messages that no caller waits for: kept alive until they have been sent, also at the end.
+
+    Memory that gloo is to send must stay, and the end of a send can only be waited for. A thread
+    waits for BATCH of them: one for each would take the interpreter's lock from the sender.
+    """
+
+    def __init__(self) -> None:
+        self._begun = deque[list[Work]]()
+        self._waits = set[object]()  # of threads in `hold`
+        self._waited = threads.Bell()
+        self.add = self._begun.append  # a C call
+
+    def is_full(self) -> bool:
+        """Return whether it is time to `hold`."""
+        return len(self._begun) >= BATCH
+
+    def hold(self, timeout: timedelta = wire.LONG) -> None:
+        """Wait until what has been added is sent. A timeout ends all connections."""
+        here, taken = object(), list[Work]()
+        self._waits.add(here)
+        with suppress(IndexError):
+            while True:
+                taken += self._begun.popleft()
+        for part in taken:
+            with suppress(RuntimeError):  # only the receiver notices
+                part.wait(timeout)
+        self._waits.discard(here)
+        self._waited.ring()
+
+    def until_sent(self, timeout: timedelta = wire.LONG) -> None:
+        self.hold(timeout)
+        self._waited.wait_for(lambda: not self._waits, timeout.total_seconds())
 
 
 def watch_for_end(group: ProcessGroup, failures: Failures, rank: int) -> None:
@@ -45,9 +81,9 @@ def retire(
     failures: Failures,
     board: StatusBoard,
     store: StoreClient,
-    queues: Sequence[threads.Queue],
+    jobs: Sequence[threads.Ending],
     group: ProcessGroup,
-    sending: threads.Living[threading.Thread],
+    sending: Sending,
     process: int,
 ) -> None:
     """End this rank's part: publish its last status, then end its threads and connections."""
@@ -56,18 +92,16 @@ def retire(
     with suppress(DistError):
         board.publish_last(closed=True)
     failures.close(board.state().record.finished)
-    for queue in queues:
-        queue.end()
+    for each in jobs:
+        each.end()
     store.end()
-    begun = list(sending)
     with suppress(RuntimeError):  # at exit no thread starts, and C10dTransport.end cuts by itself
-        threads.spawn(partial(_cut_after, group, begun), "ringdp-c10d")
+        threads.spawn(partial(_cut_after, group, sending), "ringdp-c10d")
 
 
-def _cut_after(group: ProcessGroup, sending: list[threading.Thread]) -> None:
-    """Cut the connections once these threads have sent their messages."""
-    for thread in sending:
-        thread.join()
+def _cut_after(group: ProcessGroup, sending: Sending) -> None:
+    """Cut the connections once all messages have been sent."""
+    sending.until_sent()
     cut(group)
 
 
@@ -77,10 +111,3 @@ def cut(group: ProcessGroup) -> None:
         with suppress(RuntimeError):
             neighbour = (group.rank() + 1) % group.size()
             group.recv([torch.empty(1, device="cpu")], neighbour, CUT).wait(SHORTEST)
-
-
-def hold(parts: list[Work]) -> None:
-    """Keep a message alive until it has been sent. If sending fails, only the receiver notices."""
-    with suppress(RuntimeError):
-        for part in parts:
-            part.wait(wire.LONG)

@@ -1,9 +1,11 @@
 """The transport over gloo, between hosts too.
 
-One thread runs the rows in order and another starts the messages. Both send asynchronously, so they
-wait only for what they receive. Failures go through the group's store: ranks that wait for a dead
-rank see its connections drop, and all others soon read of it. A transport that is closed, collected
-while idle, or alive at exit ends its threads' waits and its connections: see `shutdown`.
+One thread runs the rows in order. It sends asynchronously, so it waits only for what it receives.
+The caller starts a message, and a thread of a pool waits for it, as a wait in gloo knows neither
+Ctrl-C nor a timeout that spares the connections. Failures go through the group's store: ranks that
+wait for a dead rank see its connections drop, and all others soon read of it. A transport that is
+closed, collected while idle, or alive at exit ends its threads' waits and its connections: see
+`shutdown`.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from functools import partial
 from itertools import count
 from weakref import WeakMethod
@@ -41,7 +44,7 @@ from ringdp.transport.base import (
 )
 from ringdp.transport.c10d import wire
 from ringdp.transport.c10d.receiving import Receiving, Unexpected
-from ringdp.transport.c10d.shutdown import cut, hold, retire, watch_for_end
+from ringdp.transport.c10d.shutdown import Sending, cut, retire, watch_for_end
 from ringdp.transport.c10d.wire import COLLECTIVE, INLINE, tag_of
 from ringdp.transport.records import Call, Observed, RankRecord
 from ringdp.transport.rows import Rows, Unequal
@@ -84,14 +87,14 @@ class C10dTransport(Transport):
         self._tickets, self._numbers = count(1), count()  # the latter of messages
         self._digest, self._sent = 1, 0
         self._open = dict[int, None]()  # tickets of collectives and messages that have not ended
-        self._watched = False
+        self._unwatched = {*range(self.ranks)} - {self.rank}  # see `_watch`
         # Of the running collective, or of the one that failed. If gloo is to move what has been
         # freed, its thread polls without end.
         self._moving: object = None
-        self._jobs, self._messages = threads.Queue("ringdp-c10d"), threads.Queue("ringdp-c10d")
-        self._sending = threads.Living[threading.Thread]()  # sends that no caller waits for
+        self._jobs, self._waits = threads.Queue("ringdp-c10d"), threads.Pool("ringdp-c10d")
+        self._sending = Sending()
         # Runs at `close` or when the transport is collected; idle threads do not keep it alive.
-        ends = self._failures, self._status, self._store, (self._jobs, self._messages)
+        ends = self._failures, self._status, self._store, (self._jobs, self._waits)
         self._stop = weakref.finalize(self, retire, *ends, group, self._sending, self._process)
         self._stop.atexit = False
         threads.at_exit(self)
@@ -134,48 +137,51 @@ class C10dTransport(Transport):
         put(job)
         return ticket
 
-    def _post(self, act: Callable[[], None], ticket: int) -> int:
-        """Queue a message for the thread that starts messages in call order. Returns its ticket."""
-        put, job = self._messages.put, partial(attempt, self._failures, act)
-        self._open[ticket] = None
-        put(job)
-        return ticket
+    def _begin(self, ticket: int, peer: int, *begins: Callable[[], object]) -> None:
+        """Open a message and make these C calls. If they fail, its peer is lost. See Note [Ctrl-C
+        comes after any call] in threads.py: no Work of gloo's may be dropped on the way."""
+        opens = partial(self._open.__setitem__, ticket, None)
+        try:
+            threads.in_a_row(opens, *begins)
+        except RuntimeError:
+            self._failures.fail(FailureKind.LOST, some_rank(peer, self.rank))
+
+    def _waiting(self, act: Callable[[], None]) -> Callable[[], None]:
+        """Return a C call that lets a thread `act`, which blocks."""
+        return partial(self._waits.reserve(), partial(attempt, self._failures, act))
 
     def send(self, buffer: Tensor, to: int, kind: int, *, background: bool) -> int:
         self.check(buffer)
         tag, number, ticket = tag_of(kind), next(self._numbers), next(self._tickets)
-        size = buffer.nbytes
+        size, parts = buffer.nbytes, list[Work]()
+        starts = partial(parts.extend, wire.sends(self._group, buffer, to, tag, number, kind))
 
-        def begin() -> None:
-            with self._talking(to):
-                parts = wire.send(self._group, buffer, to, tag, number, kind)
-            if size <= INLINE:
-                self._sending.add(self._spawn(partial(hold, parts)))  # first: `close` waits for it
-                self._end(ticket, size)
-            else:
-                self._spawn(partial(finish, parts))
-
-        def finish(parts: list[Work]) -> None:
+        def finish() -> None:
             for part in parts:
                 self._until(part, to)
             self._end(ticket, size)
 
-        return self._post(begin, ticket)
+        if size > INLINE:
+            self._begin(ticket, to, starts, self._waiting(finish))
+            return ticket
+        ends = partial(self._open.pop, ticket, None)
+        self._begin(ticket, to, starts, partial(self._sending.add, parts), ends)
+        with self._failures.lock:
+            self._sent += size
+        if self._sending.is_full():
+            self._waits.reserve()(self._sending.hold)
+        return ticket
 
     def receive(
         self, buffer: Tensor, sender: int | None, kind: int, source: Tensor, *, background: bool
     ) -> int:
         self.check(buffer)
-        tag, who, ticket = tag_of(kind), -1 if sender is None else sender, next(self._tickets)
+        who, ticket = -1 if sender is None else sender, next(self._tickets)
+        message = wire.Incoming(self._group, who, tag_of(kind))
 
-        def begin() -> None:
+        def finish() -> None:
             if sender is None:
                 self._watch()
-            with self._talking(who):
-                message = wire.Incoming(self._group, who, tag)
-            self._spawn(partial(finish, message))
-
-        def finish(message: wire.Incoming) -> None:
             self._until(message.first, who)
             peer = message.first._source_rank() if sender is None else sender
             _, found, size = message.stamp
@@ -189,15 +195,17 @@ class C10dTransport(Transport):
             source[0] = peer
             self._end(ticket)
 
-        return self._post(begin, ticket)
+        self._begin(ticket, who, message.post, self._waiting(finish))
+        return ticket
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="cpu")
 
     def wait(self, ticket: int, timeout: float) -> bool:
         self._failures.wait_until(lambda: ticket not in self._open, timeout)
-        if ticket in self._open and self._failures.failure is None and timeout > 0:
-            self._messages.put(self._watch)
+        late = ticket in self._open and self._failures.failure is None and timeout > 0
+        if late and self._unwatched:
+            self._waits.reserve()(self._watch)
         return ticket not in self._open
 
     def failure(self) -> Failure | None:
@@ -233,7 +241,7 @@ class C10dTransport(Transport):
         """See `Ending`."""
         C10dTransport.close(self)  # not a subclass's, which waits for a device
         if not self._forked:
-            threads.join(list(self._sending))
+            self._sending.until_sent(timedelta(seconds=threads.PATIENCE))
             cut(self._group)
 
     # --- on its threads
@@ -267,8 +275,8 @@ class C10dTransport(Transport):
             if sent is not None:
                 to = row.send_peer
                 with self._talking(to):
-                    parts = wire.send(self._group, sent, to, COLLECTIVE, number, ours.digest)
-                sends += [(part, to, row.round) for part in parts]
+                    parts = wire.sends(self._group, sent, to, COLLECTIVE, number, ours.digest)
+                    sends += [(part, to, row.round) for part in parts]
                 bytes_sent += sent.nbytes
         rows.end()
         for part, peer, round_ in sends:
@@ -293,12 +301,9 @@ class C10dTransport(Transport):
     def _watch(self) -> None:
         """Watch the connections of all ranks from now on. A receive notices only its own sender's
         death."""
-        if self._watched:
-            return
-        self._watched = True
-        for rank in range(self.ranks):
-            if rank != self.rank:
-                self._look_after_rank(rank)
+        with suppress(KeyError):
+            while True:
+                self._look_after_rank(self._unwatched.pop())
 
     def _look_after_rank(self, rank: int) -> None:
         self._spawn(partial(watch_for_end, self._group, self._failures, rank))
