@@ -19,6 +19,7 @@ import ringdp
 from ringdp import Communicator, Work
 from ringdp.comm.rendezvous import over
 from ringdp.transport.base import Link
+from ringdp.transport.c10d.shutdown import BATCH
 from ringdp.transport.store import failures
 from ringdp.transport.store.processes import process_state
 from tests.comm import test_messages
@@ -124,6 +125,26 @@ def test_a_message_sent_just_before_closing_arrives(comm: Communicator) -> None:
             time.sleep(0.1)
             other.recv(x)
             assert not x.any()
+
+
+@on_ranks(2, pool="over_gloo")
+def test_short_messages_that_no_rank_has_received_share_threads(comm: Communicator) -> None:
+    x, before = torch.ones(9), set(threading.enumerate())
+    with comm.duplicate() as other:
+        other.barrier()
+        if comm.rank == 0:
+            fixed = set(threading.enumerate())
+            for tag in range(4 * BATCH):
+                other.send(x, 1, tag=tag)
+            assert len(set(threading.enumerate()) - fixed) <= 4
+            other.close()
+        comm.barrier()
+        if comm.rank == 1:
+            for tag in reversed(range(4 * BATCH)):
+                other.recv(x, 0, tag=tag)
+            other.close()
+        wait_until(lambda: not set(threading.enumerate()) - before, state=threading.enumerate)
+        comm.barrier()
 
 
 @on_ranks(2, pool="over_gloo")
