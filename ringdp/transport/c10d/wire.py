@@ -9,7 +9,7 @@ one for a stamp with INLINE bytes, and for a longer payload only when it has che
 from __future__ import annotations
 
 from collections.abc import Iterator
-from ctypes import string_at
+from ctypes import memmove, string_at
 from datetime import timedelta
 from functools import partial
 from struct import Struct
@@ -100,11 +100,10 @@ class Incoming:
     def begin(self, into: Tensor, sender: int) -> Work | None:
         """Start to receive the payload into a buffer, which must be as long as the stamp says.
         Returns None if it is there already."""
-        data = as_bytes(into)
-        if len(data) > INLINE:
+        if into.nbytes > INLINE:
             number, _, _ = self.stamp
-            return self._group.recv([data], sender, _payload_tag(self._tag, number))
-        data.copy_(self._first[STAMP_BYTES : STAMP_BYTES + len(data)])
+            return self._group.recv([as_bytes(into)], sender, _payload_tag(self._tag, number))
+        memmove(into.data_ptr(), self._first.data_ptr() + STAMP_BYTES, into.nbytes)
         return None
 
 
