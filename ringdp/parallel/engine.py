@@ -93,6 +93,7 @@ class Engine:
         move_inputs(model, self.device, add_hook)
         cast_at(model, of, precision, lambda: not self._summoned, add_hook)
         state_dict.guard(model, whole, lambda: whole() and self._writes, add_hook)
+        state_dict.own_storages(model, units, add_hook)
         if stage.slices:
             sliced.register((p for u in units for p in u.parameters), self)
         else:

@@ -116,3 +116,27 @@ def test_a_state_dict_keeps_its_values(
     assert all(torch.equal(value, net().get_parameter(name)) for name, value in state.items())
     assert not torch.equal(whole_parameters(engine)[0], state["0.0.weight"])
     engine.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": COMPUTE_IN_FLOAT64}], ids=["plain", "apart"])
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_tensors_of_a_state_dict_have_storages_of_their_own(
+    comm: Communicator, stage: int, options: dict[str, Any]
+) -> None:
+    """Libraries leave all but one tensor of a storage out of a file. Writes to them are kept."""
+    model = nn.ModuleList([net(), nn.ParameterList()])
+    model[1].append(model[0][0][0].weight)
+    engine = ringdp.shard(model, stage=stage, unit=nn.Linear, comm=comm, **options)
+    with engine.full_parameters(write=True):
+        state = model.state_dict()
+        for name, p in model.named_parameters(remove_duplicate=False):
+            assert state[name].data_ptr() == p.data_ptr()
+            assert state[name].untyped_storage().nbytes() == p.nbytes
+            state[name].fill_(2)
+        tied = state["0.0.0.weight"], state["1.0"]
+        assert len({t.untyped_storage()._cdata for t in tied}) == 1
+        whole = model.state_dict(keep_vars=True)
+        assert all(whole[name] is p for name, p in model.named_parameters())
+    assert all(torch.equal(p, torch.full_like(p, 2)) for p in whole_parameters(engine))
+    engine.close()
