@@ -30,7 +30,9 @@ def take(optimizer: Optimizer, owner: SliceOwner) -> None:
     if owner in _TAKEN.get(optimizer, ()):
         return
     keep_slices(optimizer, owner.units)
-    if optimizer not in _TAKEN:
+    # A wrapper of another optimizer, such as timm's Lookahead, may leave out Optimizer.__init__. It
+    # has no hooks then, and its state_dict is that of the other one.
+    if optimizer not in _TAKEN and hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
         optimizer.register_state_dict_post_hook(_saved)
         optimizer.register_load_state_dict_post_hook(_loaded)
     _TAKEN.setdefault(optimizer, WeakSet()).add(owner)

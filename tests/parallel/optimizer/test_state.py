@@ -4,6 +4,7 @@ that of torch's FSDP2 in the same script."""
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict, defaultdict
 from functools import partial
 from typing import Any
 
@@ -39,6 +40,42 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 NAMES = [*(f"{i}.0.bias" for i in range(3)), *(f"{i}.0.weight" for i in range(3))]
+
+
+class Lookahead(torch.optim.Optimizer):
+    """A wrapper like timm's: without Optimizer.__init__, and with the other's state_dict."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self._optimizer_step_pre_hooks = OrderedDict()
+        self._optimizer_step_post_hooks = OrderedDict()
+        self.base, self.param_groups, self.state = base, base.param_groups, defaultdict(dict)
+        self.defaults = base.defaults
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.base.step()
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                slow = self.base.state[p].setdefault("slow", torch.zeros_like(p))
+                p.copy_(slow.add_(p - slow, alpha=0.5))
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.base.state_dict()
+
+
+@on_ranks(2)
+def test_an_optimizer_in_a_wrapper_without_hooks(comm: Communicator) -> None:
+    model, twin = net(), net()
+    engine = ringdp.shard(model, stage=3, comm=comm)
+    optimizer, plain = (Lookahead(torch.optim.Adam(m.parameters())) for m in (model, twin))
+    for m, o in ((model, optimizer), (twin, plain)):
+        step(m, o, 0, 1)
+    assert_equal(engine, twin)
+    with pytest.raises(UsageError, match="state_dict of a sharded model's optimizer"):
+        optimizer.state_dict()
+    with engine.full_parameters():
+        assert_same(optimizer.state_dict(), plain.state_dict())
+    engine.close()
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
