@@ -25,6 +25,10 @@ class Adafactor(torch.optim.SGD):
     """Has the name of another library's optimizer."""
 
 
+class Prodigy(torch.optim.SGD):
+    """Has the name of one that sums over all parameters."""
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 @on_ranks(2)
 def test_full_parameters_within_a_forward_is_named_where_a_slice_is_used(
@@ -69,6 +73,16 @@ def test_unsupported_uses_are_refused(comm: Communicator, stage: int) -> None:
         optimizer = kind(model.parameters())
         step = partial(optimizer.step, lambda: loss(model))
         refused(step, f"{kind.__name__} needs whole parameters")
+    for kind, told, wrong, message in (
+        (Prodigy, "fsdp_in_use", False, "Prodigy without fsdp_in_use=True needs whole parameters"),
+        (torch.optim.SGD, "caution", True, "SGD with caution=True needs whole parameters"),
+    ):
+        optimizer = kind([{"params": [p], told: wrong} for p in model.parameters()])
+        if stage:
+            refused(optimizer.step, message)
+        for group in optimizer.param_groups:
+            group[told] = not wrong
+        optimizer.step()
     model.double()
     if not stage:
         with torch.no_grad():
