@@ -35,6 +35,7 @@ from ringdp.parallel.backward import Backwards
 from ringdp.parallel.gathering import Gathering
 from ringdp.parallel.guards import copies, sliced, state_dict, steps
 from ringdp.parallel.guards.unmanaged import Unmanaged
+from ringdp.parallel.guards.wrapped import Wrapped
 from ringdp.parallel.optimizer import state as optim_state
 from ringdp.parallel.precision import Precision
 from ringdp.parallel.reducing import Reducing
@@ -84,6 +85,7 @@ class Engine:
         self.closed = False
         me = weakref.proxy(self)  # torch holds it where the garbage collector cannot see it
         self._handles = steps.listen(lambda o: me.before_step(o), lambda o: me.after_step(o))
+        self._wrapped = Wrapped(model, units, self._handles.append)
         weakref.finalize(self, _remove, self._handles)
         self.backwards = Backwards(self.gathering, self.reducing, self._handles)
 
@@ -146,6 +148,7 @@ class Engine:
                 alone = self._is_alone()
                 if index == 0 or alone or self.gathering.over:  # a new iteration
                     self._unmanaged.begin()
+                    self._wrapped.check()
                     self.backwards.begin()
                     self.gathering.begin(foreseen=index == 0 or not alone)
                 self.gathering.callers[index].update(self.gathering.in_use)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as Torchs
 from torch.optim.swa_utils import AveragedModel
 
 import ringdp
@@ -288,3 +289,24 @@ def test_a_weight_of_a_unit_that_is_never_called_is_told(
         ):
             model(batch(0))
     engine.close()
+
+
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_a_sharded_model_in_torchs_ddp_is_refused(comm: Communicator, stage: int) -> None:
+    """Slices of one size on all ranks would pass DDP's own check."""
+
+    def refused(act: Callable[[], object], what: str) -> None:
+        with pytest.raises(UsageError, match=f"{what} is in torch's DistributedDataParallel"):
+            act()
+
+    gloo()
+    part, x = nn.Linear(8, 8, bias=False), torch.ones(2, 8)  # of slices of one size
+    engine = ringdp.shard(part, stage=stage, comm=comm)
+    refused(lambda: Torchs(part), "a sharded model")
+    around = Torchs(nn.Sequential(part))
+    refused(lambda: around(x), "a module with a sharded one within it")
+    with engine.full_parameters():
+        Torchs(deepcopy(part))(x).sum().backward()
+        engine.close()
+    Torchs(part)
