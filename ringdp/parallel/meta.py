@@ -8,6 +8,7 @@ together, on the device that the communicator works on, and filled by `init(modu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from math import nan
 
 import torch
 from torch import nn
@@ -58,6 +59,8 @@ def _fill(module: nn.Module, init: Init | None, device: torch.device) -> None:
         module._flat_weight_refs = []  # no tensor with weak references can be swapped
     for t in _own(module):
         made = torch.empty_like(t, device=device)
+        if made.is_floating_point():
+            made.fill_(nan)  # what `init` leaves out, such as buffers, must not pass for values
         if isinstance(t, nn.Parameter):
             made = nn.Parameter(made, t.requires_grad)
         torch.utils.swap_tensors(t, made)  # type: ignore[no-untyped-call]  # the object stays: ties and optimizers hold it

@@ -79,6 +79,16 @@ def test_a_meta_model_is_initialized_unit_by_unit(comm: Communicator, stage: int
         ringdp.shard(nn.Sequential(Bare()), stage=stage, comm=comm)
 
 
+@on_ranks(1)
+def test_what_init_leaves_out_is_nan(comm: Communicator) -> None:
+    with torch.device("meta"):
+        model = nn.BatchNorm1d(2)
+    ringdp.shard(model, stage=3, comm=comm, init=lambda m: [p.fill_(1) for p in m.parameters()])
+    assert not model.weight.isnan().any()
+    assert model.running_mean.isnan().all()
+    assert model.running_var.isnan().all()
+
+
 class CountedLayer(nn.Linear):
     """Counts how often modules are asked for their parameters."""
 
