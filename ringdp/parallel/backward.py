@@ -42,6 +42,7 @@ class Backwards:
 
     def __init__(self, gathering: Gathering, reducing: Reducing, handles: list[Any]) -> None:
         self.units, self.gathering, self.reducing = gathering.units, gathering, reducing
+        self.sync = True  # False in no_sync
         self._through = -1  # torch's number of the last backward, which may run callbacks yet
         self._now: _Backward | None = None
         self._around = set[int]()  # units that enclose others, and are reduced after these
@@ -108,7 +109,10 @@ class Backwards:
         now.reached.add(index)
         if trains:
             hooks.begin_backward()
-            self.reducing.open(unit, keep=not unit.sync)
+            self._open(unit)
+
+    def _open(self, unit: FlatUnit) -> None:
+        self.reducing.open(unit, keep=not (self.sync and unit.sync))
 
     def _begin(self) -> _Backward:
         units = {unit.index: unit for unit in self._trained()}
@@ -179,7 +183,7 @@ class Backwards:
         self._through, units, reached, _ = self._now
         for index, unit in reversed(units.items()):
             if index not in reached:
-                self.reducing.open(unit, keep=not unit.sync)
+                self._open(unit)
             self.reduce(index)
         self._end(learn=True)
         for unit in units.values():

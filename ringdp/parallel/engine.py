@@ -270,14 +270,11 @@ class Engine:
         DDP (torch's FSDP2 keeps them). An optimizer's step, clipping, or a change of p.grad before
         they are reduced raises UsageError.
         """
-        before = [unit.sync for unit in self.units]
-        for unit in self.units:
-            unit.sync = False
+        before, self.backwards.sync = self.backwards.sync, False
         try:
             yield
         finally:
-            for unit, sync in zip(self.units, before, strict=True):
-                unit.sync = sync
+            self.backwards.sync = before
 
     @contextmanager
     def full_parameters(self, *, write: bool = False) -> Iterator[None]:

@@ -96,7 +96,7 @@ class FlatUnit:
         self.index, self.plan, self.module, self.stage = index, plan, spec.module, stage
         self.places, self.dtypes, self.offload = places, dtypes, offload
         self.divisor: float = comm.size  # of its gradients' sums
-        self.sync = True  # whether backwards reduce its gradients; False in no_sync
+        self.sync = True  # whether backwards reduce its gradients, outside of no_sync
         self.ledger = ledger
         self.widths = widths_of(dtypes, offload, trainable=spec.trained)
         self.apart = self.widths.apart  # See Note [masters apart]

@@ -130,7 +130,7 @@ def test_modules_can_be_wrapped_by_hand(comm: Communicator) -> None:
         with pytest.raises(UsageError, match="is not implemented for a part of a model"):
             call()
     with whole.no_sync():
-        assert not any(unit.sync for unit in model[0].engine.units)
+        assert not model[0].engine.backwards.sync
     whole.engine.close()
     for options in (
         {"auto_wrap_policy": linear},

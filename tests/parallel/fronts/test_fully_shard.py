@@ -155,6 +155,20 @@ def test_modules_of_one_call_may_share_weights(comm: Communicator) -> None:
     model.engine.close()
 
 
+@on_ranks(1)
+def test_no_sync_holds_whatever_modules_ask_for_within(comm: Communicator) -> None:
+    model: Any = net()
+    for module in (*model, model):
+        fronts.fully_shard(module, comm=comm)
+    with model.engine.no_sync():
+        model.set_reshard_after_forward(False)
+        model[0].set_gradient_divide_factor(2.0)
+        loss(model).backward()
+    with pytest.raises(UsageError, match="have not been reduced"):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    model.engine.close()
+
+
 def unshard_and_train(comm: Communicator, shards: Any, *, frees: bool) -> list[Any]:
     """Gathers before forwards, uses a weight outside of a forward, and frees after evaluation."""
     model: Any = net()
