@@ -280,8 +280,9 @@ def _check_name(module: nn.Module) -> None:
 def _ask(module: Any, *, recurse: bool, **more: Any) -> None:
     """Ask for `more` of what was sharded in one call with the module, or with modules inside."""
     inner = [m for m in module.modules() if isinstance(m, FSDPModule)] if recurse else []
-    for sharded in {module, *inner}:
-        asked = sharded._ringdp_asked._replace(**more)
+    calls = {id(m._ringdp_asked): m._ringdp_asked for m in (module, *inner)}
+    for before in calls.values():
+        asked = before._replace(**more)
         for m in asked.modules:
             type(m)._ringdp_asked = asked
             _heed(m)

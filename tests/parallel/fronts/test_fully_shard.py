@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 
 from ringdp import CommunicationError, Communicator, Offload, UsageError
 from ringdp.parallel import fronts
+from ringdp.parallel.fronts import fsdp2
 from ringdp.parallel.fronts.fsdp2 import FSDPModule
 from ringdp.parallel.fronts.full_tensor import FullTensor
 from ringdp.parallel.unit import State
@@ -152,6 +153,20 @@ def test_modules_of_one_call_may_share_weights(comm: Communicator) -> None:
     assert fronts.fully_shard(pair, comm=comm) is pair
     fronts.fully_shard(model, comm=comm)
     assert_trains(model.engine, twin)
+    model.engine.close()
+
+
+@on_ranks(1)
+def test_a_list_is_asked_once(comm: Communicator) -> None:
+    """And not once for each of its modules, of which there may be a hundred."""
+    model: Any = net()
+    fronts.fully_shard([*model], comm=comm)
+    fronts.fully_shard(model, comm=comm)
+    with pytest.MonkeyPatch.context() as patch:
+        heeded: list[Any] = []
+        patch.setattr(fsdp2, "_heed", heeded.append)
+        model.set_requires_gradient_sync(False)
+    assert heeded == [model, *model]
     model.engine.close()
 
 
