@@ -91,7 +91,7 @@ def shard(
     meta.check(model, init)
     comm = communicator_of(comm, model.parameters())
     found = find_units(model, unit, persist_below=persist_below, precision=precision)
-    kept = _kept(found, keep)
+    kept = {at for at, f in enumerate(found) if keep is not None and matches(f.module, keep)}
     of = {
         p: {"unit": f.name or "root", "stage": stage, "keep": at in kept}
         for at, f in enumerate(found)
@@ -99,7 +99,11 @@ def shard(
     }
     facts = [(n, facts_of(p) | {"name": n} | of[p]) for n, p in model.named_parameters()]
     check_equal(comm, facts, "shard")
-    offload.check(row)  # only now: where the stages differ, some ranks might raise alone
+    # only now: where the ranks' arguments differ, some might raise alone
+    offload.check(row)
+    if keep is not None and not kept:
+        kinds = ", ".join(sorted({type(f.module).__name__ for f in found}))
+        raise UsageError(f"keep={keep!r} matches no unit; the units are of {kinds}")
     placed = (p.device for p in model.parameters() if not p.is_meta)
     ledger = Ledger(comm, next(placed, comm.device))
     units = _build(model, found, row, offload, ledger, init)
@@ -126,17 +130,6 @@ def _check(value: object, allowed: Any, name: str) -> None:
         kinds = getattr(allowed, "__args__", (allowed,))
         names = " or ".join("None" if k is type(None) else k.__name__ for k in kinds)
         raise UsageError(f"shard({name}={value!r}): allowed: {names}")
-
-
-def _kept(found: Sequence[UnitSpec], keep: ModuleRule | None) -> set[int]:
-    """The units of modules that `keep` matches. Raises UsageError if it matches none."""
-    if keep is None:
-        return set()
-    kept = {at for at, unit in enumerate(found) if matches(unit.module, keep)}
-    if not kept:
-        kinds = ", ".join(sorted({type(unit.module).__name__ for unit in found}))
-        raise UsageError(f"keep={keep!r} matches no unit; the units are of {kinds}")
-    return kept
 
 
 def _build(

@@ -218,6 +218,14 @@ def test_different_stages_on_the_ranks_are_refused(comm: Communicator) -> None:
         ringdp.shard(nn.Linear(8, 8), stage=comm.rank, offload=offload, comm=comm)
 
 
+@on_ranks(2)
+def test_different_units_to_keep_on_the_ranks_are_refused(comm: Communicator) -> None:
+    """Also where one rank's rule matches none, by which it alone would raise."""
+    model = net()
+    with pytest.raises(ringdp.ModelError, match=r"keep True on rank 1, .* with keep False"):
+        ringdp.shard(model, stage=3, keep=lambda m: comm.rank == 1 and m is model[0], comm=comm)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @on_ranks(2)
 def test_gradients_and_states_from_before_shard_are_used(comm: Communicator, stage: int) -> None:
