@@ -41,7 +41,7 @@ from ringdp.parallel.precision import Precision
 from ringdp.parallel.reducing import Reducing
 from ringdp.parallel.stages import Stage
 from ringdp.parallel.unit import FlatUnit, State
-from ringdp.parallel.values.inputs import cast_at, move_inputs
+from ringdp.parallel.values.inputs import called, cast_at, move_inputs
 from ringdp.parallel.values.outputs import UnitOutputs
 from ringdp.tape import recorder
 
@@ -92,7 +92,8 @@ class Engine:
         whole, add_hook = self._rests_whole, self._add_hook
         for module, indices in of.items():
             self._follow(indices, UnitOutputs(module, [units[i] for i in indices], of))
-        move_inputs(model, self.device, add_hook)
+        for module in called(model):
+            move_inputs(module, self.device, add_hook)
         cast_at(model, of, precision, lambda: not self._summoned, add_hook)
         state_dict.guard(model, whole, lambda: whole() and self._writes, add_hook)
         state_dict.own_storages(model, units, add_hook)

@@ -34,6 +34,11 @@ def move_inputs(model: nn.Module, device: torch.device, add_hook: AddHook) -> No
         change_inputs(model, lambda given: moved(given, device), add_hook)
 
 
+def called(model: nn.Module) -> list[nn.Module]:
+    """The modules whose inputs and outputs are the model's."""
+    return [*model] if isinstance(model, nn.ModuleList) else [model]  # nobody calls a list
+
+
 def cast_at(
     model: nn.Module,
     units: Iterable[nn.Module],
@@ -63,7 +68,8 @@ def cast_at(
             if precision.param is not None:
                 after(module, precision.param)
     if precision.output is not None:
-        after(model, precision.output)
+        for module in called(model):
+            after(module, precision.output)
     for name, module in model.named_modules() if precision.param is not None else ():
         is_torchs = type(module).forward is _BatchNorm.forward  # another may cast what it uses
         if is_torchs and module not in within:

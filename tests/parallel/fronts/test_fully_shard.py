@@ -21,7 +21,7 @@ from ringdp.parallel.fronts.fsdp2 import FSDPModule
 from ringdp.parallel.fronts.full_tensor import FullTensor
 from ringdp.parallel.unit import State
 from tests.parallel.ddp.cases import gloo
-from tests.parallel.small import assert_trains, loss, net
+from tests.parallel.small import assert_trains, batch, loss, net
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
@@ -154,6 +154,18 @@ def test_modules_of_one_call_may_share_weights(comm: Communicator) -> None:
     fronts.fully_shard(model, comm=comm)
     assert_trains(model.engine, twin)
     model.engine.close()
+
+
+@on_ranks(1)
+def test_modules_of_a_list_cast_their_outputs(comm: Communicator) -> None:
+    """As they do where each is sharded by itself, if no model around them is sharded."""
+    model = net()
+    policy = MixedPrecisionPolicy(BF16, output_dtype=torch.float64)
+    fronts.fully_shard([model[0], model[1]], comm=comm, mp_policy=policy)
+    out = model[1](model[0](batch()))
+    assert out.dtype == torch.float64
+    out.sum().backward()
+    model[0].engine.close()
 
 
 @on_ranks(1)
