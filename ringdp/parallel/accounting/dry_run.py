@@ -42,9 +42,9 @@ def iteration(
 ) -> list[Event]:
     """`sizes`: bytes that gathering each unit takes. `freed`: whether units but the root are freed
     after each use, unless they would be gathered again at once. `kept`: those of them that are not
-    freed after their forward. `buckets`: bytes of each unit's
-    bucket, if these are allocated and freed. `overlap`: whether a reduction runs during the next
-    unit's backward. `yields`: see Note [gathers yield to reductions].
+    freed after their forward. `buckets`: bytes of each unit's bucket, if these are allocated and
+    freed. `overlap`: whether a reduction runs during the next unit's backward. `yields`: see Note
+    [gathers yield to reductions].
     """
     events: list[Event] = []
     units = [_Unit(i, size, events, freed=freed) for i, size in enumerate(sizes)]
