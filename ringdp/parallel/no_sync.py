@@ -97,8 +97,9 @@ class UnreducedGrads:
                 self._keep_zeros(unit)
         if self._sums:
             raise UsageError(
-                f"{what}, but gradients made within no_sync() have not been reduced; the last "
-                "backward before must be outside of it"
+                f"{what}, but gradients made within no_sync(), or after "
+                "set_requires_gradient_sync(False), have not been reduced; the last backward "
+                "before must be outside of it, or after set_requires_gradient_sync(True)"
             )
 
     def _keep_zeros(self, unit: FlatUnit) -> None:
