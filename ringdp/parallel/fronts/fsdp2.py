@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from typing import Any, NamedTuple, NoReturn, TypeVar
@@ -31,15 +32,6 @@ from ringdp.parallel.precision import Precision
 from ringdp.parallel.refuse import MissingAttribute, checked_module, refuse
 from ringdp.parallel.unit import FlatUnit, State
 
-# Methods of torch's FSDPModule that are not implemented.
-ABSENT = (
-    "finalize_backward", "reset_iter_state", "set_all_reduce_hook",
-    "set_allocate_memory_from_process_group_for_comm", "set_custom_all_gather",
-    "set_custom_reduce_scatter", "set_keep_unsharded_storage", "set_manual_backward_finalization",
-    "set_post_optim_event", "set_reduce_scatter_max_input_buffers",
-    "set_reduce_scatter_unused_params", "set_reshard_after_backward",
-    "set_separate_reduce_scatter_group", "set_symm_mem_for_comm", "set_unshard_in_backward",
-)  # fmt: skip
 WHOLE = 1 << 62  # elements: a unit rule by which the model is one unit
 
 Given = TypeVar("Given", bound=nn.Module | Sequence[nn.Module])
@@ -69,7 +61,8 @@ class UnshardHandle(NamedTuple):
 
 
 class FSDPModule:
-    """The methods that `fully_shard` adds to a module's class."""
+    """The methods that `fully_shard` adds to a module's class, in place of torch's of this name.
+    torch's is a base, too, since scripts and libraries ask for it."""
 
     engine: Engine  # of the model that `fully_shard` was called on last
     _ringdp_asked: Options
@@ -164,13 +157,12 @@ class FSDPModule:
         instead = "reset_parameters, which fully_shard calls, or its init="
         raise MissingAttribute("fully_shard", "to_empty", instead)
 
-    def __getattr__(self, name: str) -> Any:
-        """Report torch's methods that are not implemented."""
-        try:
-            return super().__getattr__(name)  # type: ignore[misc]
-        except AttributeError:
-            if name not in ABSENT:
-                raise
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        return _original(self)._apply(self, *args, **kwargs)  # not torch's, which reshards
+
+    def _get_fsdp_state(self) -> NoReturn:
+        """Called by the methods of torch's class that are not overridden here."""
+        name = sys._getframe(1).f_code.co_name
         raise MissingAttribute(
             "fully_shard", name, "ringdp.shard, whose arguments tell what is done when"
         )
@@ -178,7 +170,7 @@ class FSDPModule:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy of the module's original class; see `guards.copies`."""
         kind, engine = type(self), vars(self).pop("engine")
-        self.__class__ = kind.__bases__[1]
+        self.__class__ = _original(self)
         try:
             return copy.deepcopy(self, memo)
         finally:
@@ -259,13 +251,24 @@ def fully_shard(
     engine.always_gathers_state = True
     for m in modules:
         if not isinstance(m, FSDPModule):
-            m.__class__ = type(f"FSDP{type(m).__name__}", (FSDPModule, type(m)), {})
+            m.__class__ = _sharded_class(type(m))
         type(m)._ringdp_asked = asked
     for m in (*modules, *inner):
         m.engine = engine
     for m in (*modules, *inner):
         _heed(m)
     return module
+
+
+def _sharded_class(kind: type) -> Any:
+    from torch.distributed.fsdp import FSDPModule as Torchs  # takes 0.5 s
+
+    place = {"_orig_cls_mro_index": 3}  # of `kind`, for torch's __new__: model[:2] makes a `kind`
+    return type(f"FSDP{kind.__name__}", (FSDPModule, Torchs, kind), place)
+
+
+def _original(module: FSDPModule) -> Any:
+    return type(module).__bases__[-1]
 
 
 def _check_name(module: nn.Module) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from copy import copy
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -148,14 +149,12 @@ def test_missing_names_say_what_to_use():
     comm = ringdp.init()
     engine = make_engine(comm)
     wrapped = fronts.FullyShardedDataParallel(net(), comm)
-    sharded: Any = fronts.fully_shard(net(), comm=comm)
     with pytest.raises(UsageError, match=r"no_sync is not implemented; use .*\.engine \(no_sync"):
         engine.no_sync  # noqa: B018
     fronts_and_names: list[tuple[Any, tuple[str, ...]]] = [
         (engine, deepspeed_engine.ABSENT),
         (wrapped, fsdp.ABSENT),
         (fronts.FullyShardedDataParallel, fsdp.ABSENT),
-        (sharded, fsdp2.ABSENT),
     ]
     for front, names in fronts_and_names:
         for name in names:
@@ -166,13 +165,26 @@ def test_missing_names_say_what_to_use():
             front.nothing  # noqa: B018
     assert wrapped[1] is wrapped.module[1]
     assert copy(engine).module is engine.module
-    for each in (engine, wrapped, sharded):
+    for each in (engine, wrapped):
         each.engine.close()
 
 
-def test_every_name_of_torchs_fsdp_module_is_known():
+@on_ranks(1)
+def test_methods_of_torchs_fsdp_module_work_or_are_refused(comm: Communicator) -> None:
+    model: Any = fronts.fully_shard(net(), comm=comm)
+    assert isinstance(model, FSDPModule)
     public = {name for name in vars(FSDPModule) if not name.startswith("_")}
-    assert public <= {*dir(fsdp2.FSDPModule), *fsdp2.ABSENT}
+    absent = public - {*vars(fsdp2.FSDPModule)}
+    assert "set_reshard_after_backward" in absent
+    for name in absent:
+        method = getattr(model, name)
+        given = [1 for p in signature(method).parameters.values() if p.default is p.empty]
+        with pytest.raises(UsageError, match=f"fully_shard: {name} is not implemented; use ringdp"):
+            method(*given)
+    sliced = model[:2]
+    assert type(sliced) is torch.nn.Sequential
+    assert sliced[0] is model[0]
+    model.engine.close()
 
 
 def test_a_modules_own_names_are_not_hidden():
@@ -180,16 +192,14 @@ def test_a_modules_own_names_are_not_hidden():
 
     def named() -> Any:
         model: Any = net()
-        model.register_comm_hook, model.no_sync, model.set_symm_mem_for_comm = 1, 2, torch.nn.Tanh()
+        model.register_comm_hook, model.no_sync = 1, 2
         return model
 
     wrapped = fronts.FullyShardedDataParallel(named(), comm)
     engine: Any = fronts.initialize(
         model=named(), config=CONFIG, optimizer=ringdp.AdamW, comm=comm
     )[0]
-    sharded: Any = fronts.fully_shard(named(), comm=comm)
     assert wrapped.register_comm_hook == 1
     assert engine.no_sync == 2
-    assert isinstance(sharded.set_symm_mem_for_comm, torch.nn.Tanh)
-    for each in (engine, wrapped, sharded):
+    for each in (engine, wrapped):
         each.engine.close()
