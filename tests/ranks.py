@@ -174,6 +174,7 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, timeout: float) ->
     import tests.rewriting  # noqa: F401
 
     torch.set_num_threads(1)
+    faulthandler.enable()  # shows where a rank, or a child of it, crashes
     comm = ringdp.init(timeout=timeout)
     gc.freeze()  # modules stay; without this they add 0.1 s to every collection
     while True:

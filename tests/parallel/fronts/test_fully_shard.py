@@ -16,8 +16,8 @@ from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 
 from ringdp import CommunicationError, Communicator, Offload, UsageError
 from ringdp.parallel import fronts
-from ringdp.parallel.fronts import fsdp2
-from ringdp.parallel.fronts.fsdp2 import FSDPModule
+from ringdp.parallel.fronts import fsdp_module
+from ringdp.parallel.fronts.fsdp_module import FSDPModule
 from ringdp.parallel.fronts.full_tensor import FullTensor
 from ringdp.parallel.unit import State
 from tests.parallel.ddp.cases import gloo
@@ -176,7 +176,7 @@ def test_a_list_is_asked_once(comm: Communicator) -> None:
     fronts.fully_shard(model, comm=comm)
     with pytest.MonkeyPatch.context() as patch:
         heeded: list[Any] = []
-        patch.setattr(fsdp2, "_heed", heeded.append)
+        patch.setattr(fsdp_module, "heed", heeded.append)
         model.set_requires_gradient_sync(False)
     assert heeded == [model, *model]
     model.engine.close()

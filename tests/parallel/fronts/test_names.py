@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 import ringdp
 from ringdp import CheckpointError, Communicator, UsageError
 from ringdp.parallel import fronts
-from ringdp.parallel.fronts import deepspeed_engine, fsdp, fsdp2
+from ringdp.parallel.fronts import deepspeed_engine, fsdp, fsdp_module
 from tests.equal import equal
 from tests.parallel.small import batch, net, whole_parameters
 from tests.ranks import on_ranks
@@ -174,7 +174,7 @@ def test_methods_of_torchs_fsdp_module_work_or_are_refused(comm: Communicator) -
     model: Any = fronts.fully_shard(net(), comm=comm)
     assert isinstance(model, FSDPModule)
     public = {name for name in vars(FSDPModule) if not name.startswith("_")}
-    absent = public - {*vars(fsdp2.FSDPModule)}
+    absent = public - {*vars(fsdp_module.FSDPModule)}
     assert "set_reshard_after_backward" in absent
     for name in absent:
         method = getattr(model, name)
