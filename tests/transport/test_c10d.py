@@ -3,6 +3,7 @@ failures."""
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -337,6 +338,25 @@ def test_a_communicator_makes_one_connection_to_the_store(request, pool: str):
 @pytest.mark.parametrize("closes", [False, True])
 def test_closed_and_dropped_communicators_free_their_resources(ranks, closes: bool):
     ranks(2)(resources_are_freed, "c10d", closes)
+
+
+@on_ranks(2)
+def test_a_forked_child_may_drop_its_communicators(comm: Communicator) -> None:
+    """As where its garbage is collected. To join a thread that the child lacks is to read its
+    stack, of which glibc unmaps all but some."""
+    made = [init_over(comm, "c10d")]
+    made += [made[0].duplicate() for _ in range(6)]
+    closes = made[:]
+    pid = os.fork()
+    if pid == 0:
+        made.clear()
+        closes.clear()
+        gc.collect()
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    for one in closes:
+        one.close()
+    assert status == 0
 
 
 @on_ranks(1, pool="forked")

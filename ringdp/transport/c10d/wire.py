@@ -8,12 +8,14 @@ one for a stamp with INLINE bytes, and for a longer payload only when it has che
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from ctypes import memmove, string_at
+from ctypes import memmove, py_object, pythonapi, string_at
 from datetime import timedelta
 from functools import partial
 from struct import Struct
-from typing import cast
+from typing import Any, cast
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -53,7 +55,23 @@ def gloo(handshake: Handshake, store: Store) -> ProcessGroup:
         raise CommunicationError(
             f"rank {handshake.rank} cannot reach the others by gloo: {e}"
         ) from e
+    _groups.add(made)
     return cast(ProcessGroup, made)  # it has a group's methods
+
+
+def _abandon_all() -> None:
+    """In a forked child: never destroy a group, which would join threads that are not there."""
+    for group in _held:
+        pythonapi.Py_IncRef(py_object(group))
+
+
+_groups: WeakSet[Any] = WeakSet()
+_held: list[
+    Any
+] = []  # while a process forks: Python drops the threads' objects before handlers run
+os.register_at_fork(
+    before=lambda: _held.extend(_groups), after_in_parent=_held.clear, after_in_child=_abandon_all
+)
 
 
 def sends(
