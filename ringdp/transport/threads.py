@@ -79,18 +79,23 @@ class _Waiting:
 WAITING = _Waiting()
 
 
-class _Jobs:
-    """Jobs and the threads that run them. An exception in a job is printed and does not affect
-    other jobs."""
+class Queue:
+    """A thread that runs jobs one after the other, in the order in which they are put. An exception
+    in a job is printed and does not affect other jobs."""
 
     def __init__(self, name: str) -> None:
         self._jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self.put: Callable[[Callable[[], object]], None] = self._jobs.put  # a C call
         self._name = name
         at_exit(self)
+        spawn(self._loop, name)
 
     def end(self) -> None:
-        """End the threads after all jobs that have been put. See also `Ending`."""
+        """End the thread after all jobs that have been put. See also `Ending`."""
         self._jobs.put(None)
+
+    def _before_job(self) -> None:
+        """The calling thread has taken a job."""
 
     def _after_job(self) -> bool:
         """Return whether the calling thread is to take another job."""
@@ -99,10 +104,11 @@ class _Jobs:
     @torch.inference_mode()  # so that a job may write to any tensor, inference tensors included
     def _loop(self) -> None:
         while (job := self._jobs.get()) is not None:
+            self._before_job()
             try:
                 job()
             except BaseException:
-                threading.excepthook(  # not bound to a name, which would keep the job's objects
+                threading.excepthook(
                     threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread()))
                 )
             del job  # and the buffers that it holds
@@ -111,32 +117,26 @@ class _Jobs:
         self._jobs.put(None)  # for the next thread
 
 
-class Queue(_Jobs):
-    """A thread that runs jobs one after the other, in the order in which they are put."""
+class Pool(Queue):
+    """Threads for jobs that block: each job has one for itself.
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.put: Callable[[Callable[[], object]], None] = self._jobs.put  # a C call
-        spawn(self._loop, name)
-
-
-class Pool(_Jobs):
-    """Threads for jobs that block: each job has one for itself, at once.
-
-    Up to SPARE of them stay for later jobs: starting one takes 44 us, waking one 10.
+    A thread that takes a job starts another if none waits for the next. (The caller must not, as
+    Ctrl-C while Python starts a thread may be an error of its lock.) Up to SPARE idle threads stay
+    for later jobs: starting one takes 44 us, waking one 10.
     """
 
     def __init__(self, name: str) -> None:
+        self._idle = deque[None]([None])  # one for every thread that waits, or is about to
         super().__init__(name)
-        self._idle = deque[None]()  # one for every thread that waits for a job, or is about to
 
-    def reserve(self) -> Callable[[Callable[[], object]], None]:
-        """Return a C call that starts a job. Call it once."""
-        try:
-            self._idle.pop()
-        except IndexError:
-            spawn(self._loop, self._name)
-        return self._jobs.put
+    def _before_job(self) -> None:
+        self._idle.pop()
+        if not self._idle:
+            self._idle.append(None)
+            try:
+                spawn(self._loop, self._name)
+            except RuntimeError:  # the system has none left: jobs wait for this thread
+                self._idle.pop()
 
     def _after_job(self) -> bool:
         stays = len(self._idle) < SPARE

@@ -81,7 +81,7 @@ def retire(
     failures: Failures,
     board: StatusBoard,
     store: StoreClient,
-    jobs: Sequence[threads.Ending],
+    queues: Sequence[threads.Queue],
     group: ProcessGroup,
     sending: Sending,
     process: int,
@@ -92,8 +92,8 @@ def retire(
     with suppress(DistError):
         board.publish_last(closed=True)
     failures.close(board.state().record.finished)
-    for each in jobs:
-        each.end()
+    for queue in queues:
+        queue.end()
     store.end()
     with suppress(RuntimeError):  # at exit no thread starts, and C10dTransport.end cuts by itself
         threads.spawn(partial(_cut_after, group, sending), "ringdp-c10d")

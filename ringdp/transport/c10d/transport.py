@@ -148,7 +148,7 @@ class C10dTransport(Transport):
 
     def _waiting(self, act: Callable[[], None]) -> Callable[[], None]:
         """Return a C call that lets a thread `act`, which blocks."""
-        return partial(self._waits.reserve(), partial(attempt, self._failures, act))
+        return partial(self._waits.put, partial(attempt, self._failures, act))
 
     def send(self, buffer: Tensor, to: int, kind: int, *, background: bool) -> int:
         self.check(buffer)
@@ -169,7 +169,7 @@ class C10dTransport(Transport):
         with self._failures.lock:
             self._sent += size
         if self._sending.is_full():
-            self._waits.reserve()(self._sending.hold)
+            self._waits.put(self._sending.hold)
         return ticket
 
     def receive(
@@ -205,7 +205,7 @@ class C10dTransport(Transport):
         self._failures.wait_until(lambda: ticket not in self._open, timeout)
         late = ticket in self._open and self._failures.failure is None and timeout > 0
         if late and self._unwatched:
-            self._waits.reserve()(self._watch)
+            self._waits.put(self._watch)
         return ticket not in self._open
 
     def failure(self) -> Failure | None:
