@@ -98,7 +98,7 @@ def report(
     network: Annotated[
         str | None,
         typer.Option(
-            help=".json files of `ringdp bench` for α β γ, with commas; else fitted to the run"
+            help="predict from .json files of `ringdp bench`, with commas; else from the run itself"
         ),
     ] = None,
 ) -> int:

@@ -51,10 +51,10 @@ class Options:
         int | None, Option(help="also print this rank's program, plain and fused")
     ] = None
     cost: Annotated[bool, Option("--cost", help="also print what it costs")] = False
-    alpha: Annotated[float, Option(help="s per message")] = 1e-5
-    beta: Annotated[float, Option(help="s per byte moved")] = 1e-10
-    gamma: Annotated[float, Option(help="s per byte reduced")] = 2.5e-11
-    bus: Annotated[float, Option(help="s per byte through the bus that all ranks share")] = 0.0
+    alpha: Annotated[float, Option(help="for --cost: s per message")] = 1e-5
+    beta: Annotated[float, Option(help="for --cost: s per byte moved")] = 1e-10
+    gamma: Annotated[float, Option(help="for --cost: s per byte added")] = 2.5e-11
+    bus: Annotated[float, Option(help="for --cost: s per byte through memory that all share")] = 0.0
     everything: Annotated[bool, Option("--list", help="list the algorithms")] = False
 
     @property

@@ -79,7 +79,7 @@ class Reductions(Issuer):
         async_op: bool = False,
         tag: int = 0,
     ) -> Work:
-        """Reduce `tensor` to rank `root`, in place. The tensors of other ranks do not change."""
+        """Reduce `tensor` with `op` to rank `root`, in place. Others' tensors do not change."""
         check_tensor("reduce", tensor)
         spec = self._spec("reduce", algorithm, async_op, tag, root)
         factor = factor_of("reduce", op, scale, tensor)

@@ -41,9 +41,9 @@ Round = tuple[Transfer, ...]
 class Schedule:
     """Rounds of transfers over `ranks` ranks with `chunks` chunks each.
 
-    The transfers of a round may happen at once. Every read sees the slots as they were before the
-    round, and no slot is both read and written. So the order of transfers matters in one case only:
-    several reduces into one slot are folded in the order listed.
+    The transfers of a round may happen at once. Every read sees the slots, which are the chunks of
+    all ranks, as they were before the round, and no slot is both read and written. So the order of
+    transfers matters in one case only: reduces into one slot are folded in the order listed.
 
     `rounds` may be any sequence of sequences of Transfers. Raises UsageError if it is not one.
     """
