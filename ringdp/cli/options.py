@@ -33,7 +33,9 @@ class Options:
     process alone: losses, bytes held, bytes sent."""
 
     ranks: Annotated[int, Option(help="processes that train together")] = 2
-    stage: Annotated[str | None, Option(help="all, or some of 0,1,2,3; all if not given")] = None
+    stage: Annotated[
+        str | None, Option(help="all (if not given), or some of 0,1,2,3: DDP and ZeRO's three")
+    ] = None
     mode: Annotated[
         str | None, Option(help=f"instead of stages: all, or some of {','.join(MODES)}")
     ] = None

@@ -30,7 +30,7 @@ class Options:
     with every result checked; or `kernels` beside torch's ways and a plain copy. `error` counts how
     far the sums of each algorithm are from float64's. Where a collective's name ends in _v, rank
     r's part is r + 1 times as large as rank 0's. In `send` a message goes round all ranks, and its
-    time is 1/n of the lap: with 2 ranks, half the round trip. The cost model predicts neither."""
+    time is 1/n of the lap: with 2 ranks, half the round trip. Neither has a prediction."""
 
     collective: Annotated[str, Argument(help=", ".join(MEASURED))]
     ranks: Annotated[int, Option(help="processes of each contender")] = 2

@@ -45,7 +45,7 @@ class Options:
     ] = None
     batch: Annotated[int, Option(help="rows of one rank in a step")] = 1
     context: Annotated[int, Option(help="tokens of a row")] = 1024
-    device: Annotated[str, Option(help=f"by datasheet: {', '.join(DEVICES)}")] = "h100"
+    device: Annotated[str, Option(help=f"whose datasheet counts: {', '.join(DEVICES)}")] = "h100"
     utilisation: Annotated[
         float | None,
         Option(help=f"share of its peak that compute reaches; {UTILISATION} if not given"),

@@ -60,7 +60,7 @@ def two_way_all_gather(n: int) -> Schedule:
 
 
 def two_way_all_reduce(n: int) -> Schedule:
-    """Reduce-scatter, then all-gather. 2(n-1) rounds, 2(n-1)/n S sent."""
+    """The ring both ways, each with half of every chunk. 2(n-1) rounds, 2(n-1)/n S sent."""
     return two_way_reduce_scatter(n).then(two_way_all_gather(n))
 
 
