@@ -27,8 +27,8 @@ class Listener(Protocol):
 class GradHooks:
     def __init__(self, reducer: Listener, parameters: Sequence[nn.Parameter]) -> None:
         self._reducer, self._parameters = weakref.ref(reducer), parameters
-        self._nodes: dict[int, Any] = {}  # gradient accumulators, which torch does not keep alive
-        self._handles: list[RemovableHandle] = []
+        # Of each parameter its gradient accumulator, which torch does not keep alive, and the hook.
+        self._hooked: dict[int, tuple[Any, RemovableHandle]] = {}
         self._leaves: list[RemovableHandle] = []
         self.listen()
 
@@ -39,12 +39,12 @@ class GradHooks:
             trained = p.requires_grad
             node = get_gradient_edge(p.requires_grad_()).node
             p.requires_grad_(trained)  # a copy may be frozen before its first forward
-            if node is not self._nodes.get(index):
-                self._handles.append(node.register_hook(partial(_made, self._reducer, index)))
-                self._nodes[index] = node
+            if index not in self._hooked or node is not self._hooked[index][0]:
+                handle = node.register_hook(partial(_made, self._reducer, index))
+                self._hooked[index] = node, handle
 
     def hears(self, index: int) -> bool:
-        return get_gradient_edge(self._parameters[index]).node is self._nodes[index]
+        return get_gradient_edge(self._parameters[index]).node is self._hooked[index][0]
 
     def listen_to(self, outputs: Iterable[Tensor]) -> None:
         """Add hooks to the outputs of forward, until `let_go`."""
@@ -65,8 +65,8 @@ class GradHooks:
             self._leaves.pop().remove()
 
     def remove(self) -> None:
-        while self._handles:
-            self._handles.pop().remove()
+        for _, handle in self._hooked.values():
+            handle.remove()
 
 
 def _made(ref: weakref.ref[Listener], index: int, *_: object) -> None:

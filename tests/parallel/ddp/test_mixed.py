@@ -4,6 +4,7 @@ parameters and buffers, at 2 ranks."""
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any, NamedTuple
 from unittest.mock import MagicMock, patch
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel.distributed import _MixedPrecision
+from torch.utils.hooks import RemovableHandle
 
 from ringdp import Communicator, DistributedDataParallel, UsageError
 from tests.equal import equal
@@ -199,6 +201,22 @@ def test_unsupported_combinations_are_refused(comm: Communicator) -> None:
     assert "_MixedPrecision" in text
     assert "sparse gradients" in error_text(lambda: wrap(low, sparse), UsageError)
     assert "once" in error_text(lambda: hooked.register_comm_hook(None, print))
+
+
+@on_ranks(2)
+def test_every_forward_adds_hooks_and_none_stay(comm: Communicator) -> None:
+    """A parameter that is cast has another gradient accumulator in every iteration."""
+    config = _MixedPrecision(param_dtype=BFLOAT)
+    net: Any = DistributedDataParallel(mlp(), process_group=comm, mixed_precision=config)
+
+    def handles() -> int:
+        loss(net(rows(0, comm.rank))).backward()
+        gc.collect()
+        return sum(type(o) is RemovableHandle for o in gc.get_objects())
+
+    handles()
+    before = handles()
+    assert handles() == before
 
 
 class Batch(list[Tensor]):
