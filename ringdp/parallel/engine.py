@@ -97,9 +97,11 @@ class Engine:
         cast_at(model, of, precision, lambda: not self._summoned, add_hook)
         state_dict.guard(model, whole, lambda: whole() and self._writes, add_hook)
         state_dict.own_storages(model, units, add_hook)
+        parameters = [p for unit in units for p in unit.parameters]
         if stage.slices:
-            sliced.register((p for u in units for p in u.parameters), self)
+            sliced.register(parameters, self)
         else:
+            sliced.forget(parameters)
             state_dict.of_masters(model, self.gathering, self._unmanaged, add_hook)
 
     def _add_hook(

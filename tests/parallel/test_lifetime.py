@@ -105,6 +105,28 @@ def test_a_model_closed_with_full_parameters_is_an_ordinary_one(
     again.close()
 
 
+@on_ranks(2)
+def test_stage_0_after_another_stage_has_no_slices(comm: Communicator) -> None:
+    """Norms are of whole gradients. The other stage's optimizer still has states of slices."""
+    model, twin = net(), net()
+    before = ringdp.shard(model, stage=2, comm=comm)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.0)
+    loss(model(batch())).backward()
+    optimizer.step()
+    with before.full_parameters():
+        before.close()
+    engine = ringdp.shard(model, stage=0, comm=comm)
+    for m in (model, twin):
+        loss(m(batch())).backward()
+    of_model, of_twin = (
+        nn.utils.get_total_norm([p.grad for p in m.parameters()]) for m in (model, twin)
+    )
+    torch.testing.assert_close(of_model, of_twin)
+    with pytest.raises(ringdp.UsageError, match="flat slices"):
+        optimizer.state_dict()
+    engine.close()
+
+
 @pytest.mark.parametrize("aborted", [False, True])
 @pytest.mark.parametrize("param", [None, torch.bfloat16])
 @on_ranks(1)

@@ -68,9 +68,13 @@ class ParamSlice(Slice):
 
 def register(parameters: Iterable[nn.Parameter], owner: SliceOwner) -> None:
     """These parameters are slices, of which `owner` can reach the others."""
-    reference = weakref.ref(owner)
+    _OWNERS.update(dict.fromkeys(parameters, weakref.ref(owner)))
+
+
+def forget(parameters: Iterable[nn.Parameter]) -> None:
+    """These parameters are whole, whatever they have been."""
     for p in parameters:
-        _OWNERS[p] = reference
+        _OWNERS.pop(p, None)
 
 
 def owners(parameters: Iterable[Tensor]) -> list[Any]:

@@ -43,7 +43,7 @@ def _owners(optimizer: Optimizer) -> list[SliceOwner | None]:
 
 
 def _saved(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    for engine in _owners(optimizer):
+    for engine in _owners(optimizer) or [None]:  # none: they are whole by now, its state is not
         if engine is None or engine.closed or not engine.gathers_state:
             raise UsageError(
                 "state_dict of a sharded model's optimizer: what it keeps is of this rank's flat "
