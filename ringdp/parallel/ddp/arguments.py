@@ -128,6 +128,15 @@ def trainables(module: nn.Module, ignored: Set[str]) -> list[Trainable]:
     return list(found.values())
 
 
+def check_dense(trainables: Sequence[Trainable]) -> None:
+    """Raise UsageError for a sparse gradient, which mixed precision cannot reduce."""
+    if sparse := [t.name for t in trainables if t.sparse]:
+        raise UsageError(
+            f"{sparse[0]} gets sparse gradients, which mixed_precision does not take; make its "
+            "module with sparse=False, or leave mixed_precision None"
+        )
+
+
 def check_values(trainables: Sequence[Trainable]) -> None:
     """Raise ModelError if a parameter has no values that ranks could have in common."""
     for name, p, _ in trainables:

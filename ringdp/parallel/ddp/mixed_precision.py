@@ -30,8 +30,7 @@ class MixedPrecision:
     """Casts the parameters of one model, except those whose names are `ignored`."""
 
     def __init__(self, model: nn.Module, ignored: Set[str], config: Any) -> None:
-        """`config`: torch's `_MixedPrecision`, or None. Casts the buffers, once. Raises UsageError
-        for a module with sparse gradients."""
+        """`config`: torch's `_MixedPrecision`, or None. Casts the buffers, once."""
         self.model, self.ignored = model, ignored
         self.dtype, reduce, buffer = dtypes(config)
         self.hook = None if config is None else BuiltIn("mixed precision", reduce, divides_sum=True)
@@ -41,9 +40,6 @@ class MixedPrecision:
         for name, tensor in model.named_buffers():
             if buffer is not None and tensor.is_floating_point() and name not in ignored:
                 tensor.data = tensor.to(buffer)
-        sparse = [n for n, m in model.named_modules() if getattr(m, "sparse", False)]
-        if config is not None and sparse:
-            raise UsageError(f"{sparse[0]} makes sparse gradients: no mixed_precision with them")
 
     def cast_down(self) -> list[nn.Parameter]:
         """Cast all parameters to param_dtype. Returns those that were not yet."""

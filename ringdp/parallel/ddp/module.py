@@ -91,6 +91,8 @@ class Replica(nn.Module, JoinableOverGroup):
         localize(module, device_mesh)
         self._buffer_hook: comm_hooks.BufferHook | None = None
         self._trainable = arguments.trainables(module, self.parameters_to_ignore)
+        if mixed_precision is not None:
+            arguments.check_dense(self._trainable)
         parameters, buffers = self._state(), self.named_module_buffers if first else {}
         replicas.check_writable((*parameters.items(), *buffers.items()))
         self._place = place = arguments.place(parameters.values(), device_ids, output_device)

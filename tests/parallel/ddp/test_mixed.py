@@ -199,7 +199,8 @@ def test_unsupported_combinations_are_refused(comm: Communicator) -> None:
     text = error_text(lambda: wrap(BFLOAT, mlp()), UsageError)
     assert "mixed_precision is torch.bfloat16" in text
     assert "_MixedPrecision" in text
-    assert "sparse gradients" in error_text(lambda: wrap(low, sparse), UsageError)
+    assert "0.weight gets sparse gradients" in error_text(lambda: wrap(low, sparse), UsageError)
+    wrap(low, nn.ModuleDict({"sparse": mlp(), "frozen": sparse.requires_grad_(False)}))
     assert "once" in error_text(lambda: hooked.register_comm_hook(None, print))
 
 
