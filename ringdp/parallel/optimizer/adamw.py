@@ -32,7 +32,8 @@ class AdamW(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
     ) -> None:
-        if lr < 0 or eps < 0 or weight_decay < 0 or not all(0 <= b < 1 for b in betas):
+        sizes = lr >= 0 and eps >= 0 and weight_decay >= 0  # false for NaN
+        if not (sizes and all(0 <= b < 1 for b in betas)):
             raise UsageError(
                 f"AdamW(lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay}): allowed: "
                 "nothing below 0, and betas below 1"

@@ -83,6 +83,13 @@ def test_unsupported_parameters_are_refused_before_any_step(wrong: Tensor) -> No
     assert not optimizer.state
 
 
+@pytest.mark.parametrize("name", ["lr", "eps", "weight_decay"])
+@pytest.mark.parametrize("value", [-1.0, float("nan")])
+def test_numbers_out_of_bounds_are_refused(name, value):
+    with pytest.raises(UsageError, match=f"{name}={value}"):
+        AdamW([torch.ones(2, requires_grad=True)], **{name: value})
+
+
 def test_a_parameter_twice_is_stepped_twice_as_torch_does() -> None:
     def stepped(make: type[torch.optim.Optimizer]) -> tuple[Tensor, Tensor]:
         p = nn.Parameter(torch.ones(3))
