@@ -45,13 +45,14 @@ class FlatBucket:
     gradients to be overwritten."""
 
     def __init__(
-        self, index: int, parameters: Sequence[nn.Parameter], comm: Communicator, *, shared: bool
+        self, index: int, of: Sequence[Trainable], comm: Communicator, *, shared: bool
     ) -> None:
         self.index, self.comm, self.shared = index, comm, shared
-        self.pending = len(parameters)  # gradients still to come
+        self.names = [t.name for t in of]
+        self.pending = len(of)  # gradients still to come
         self.slots: list[Slot] = []
-        self.elements, self.dtype = 0, parameters[0].dtype
-        for p in parameters:
+        self.elements, self.dtype = 0, of[0].parameter.dtype
+        for _, p, _ in of:
             # The parameter's own if it is dense (channels last, say), else row-major.
             stride = torch.empty_like(p, device="meta").stride()
             self.slots.append(Slot(p, self.elements, stride))
@@ -104,8 +105,19 @@ class FlatBucket:
             self.tensor().copy_(result.detach().view(-1))
 
     def _is_here(self, gradient: Tensor | None, place: int) -> TypeGuard[Tensor]:
-        """Whether the gradient is a view of its place in the buffer."""
-        return gradient is not None and gradient.data_ptr() == self._addresses[place]
+        """Whether the gradient is a view of its place in the buffer. Raises ModelError for a sparse
+        one."""
+        if gradient is None:
+            return False
+        try:
+            return gradient.data_ptr() == self._addresses[place]
+        except RuntimeError as error:
+            if gradient.layout is torch.strided:
+                raise
+            raise ModelError(
+                f"Expected {self.names[place]} to have a dense gradient: sparse ones are taken of "
+                "nn.Embedding and nn.EmbeddingBag, which say sparse=True beforehand"
+            ) from error
 
     def _own(self) -> None:
         """Before a backward's first write: leave memory that the user holds. See Note [gradients

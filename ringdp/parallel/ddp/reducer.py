@@ -102,7 +102,7 @@ class Reducer:
             bucket: Bucket = (
                 SparseBucket(index, own[0], self.comm)
                 if own[0].sparse
-                else FlatBucket(index, [t.parameter for t in own], self.comm, shared=shared)
+                else FlatBucket(index, own, self.comm, shared=shared)
             )
             self.buckets.append(bucket)
             self._places |= {i: (bucket, place) for place, i in enumerate(members)}

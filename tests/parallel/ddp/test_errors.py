@@ -48,6 +48,12 @@ def test_wrong_models_and_arguments_are_refused(comm: Communicator) -> None:
         weight.sum().backward()
         sparse(torch.tensor([0]))[0].mul(weight).sum().backward()
 
+    def undeclared() -> None:
+        table = nn.Embedding(3, 2)
+        net = wrap(table)
+        table.sparse = True
+        net(torch.tensor([0])).sum().backward()
+
     for text, word in (
         (error_text(lambda: wrap(mlp().to("meta"))), "on the meta device"),
         (error_text(lambda: wrap(frozen), UsageError), "weight was made in torch.inference_mode"),
@@ -65,6 +71,7 @@ def test_wrong_models_and_arguments_are_refused(comm: Communicator) -> None:
         (error_text(lambda: Join([wrap()]), UsageError), "torch.distributed group"),
         (error_text(lambda: pickle.dumps(wrap())), "default process group"),
         (error_text(used_outside), "to have sparse gradient"),
+        (error_text(undeclared), "Expected weight to have a dense gradient"),
     ):
         assert word in text, text
 
