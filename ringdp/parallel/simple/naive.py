@@ -36,11 +36,14 @@ class DataParallel(nn.Module):
         first, *others = rows.chunk(self.replicas)
         jobs = [(self.module, first)] + [(self._replica(), self._move(part)) for part in others]
         grad, start = torch.is_grad_enabled(), Barrier(len(jobs))
+        kind = rows.device.type
+        casts, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
         def run(job: tuple[nn.Module, Tensor]) -> Tensor:
             # One job per thread: backward adds gradients in an order that depends on the threads.
             start.wait()
-            with torch.set_grad_enabled(grad):  # which every thread has for itself
+            # Every thread has these for itself.
+            with torch.set_grad_enabled(grad), torch.autocast(kind, dtype, enabled=casts):
                 output: Tensor = job[0](job[1])
             return output
 

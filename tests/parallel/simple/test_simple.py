@@ -47,6 +47,12 @@ def test_replicas_give_one_models_gradients_and_copy_the_formulas_bytes(replicas
         assert torch.equal(net(x), torch.cat(parts))
 
 
+def test_replicas_compute_in_autocasts_dtype():
+    single, net, x = model(), DataParallel(model(), 2), batch(0, 0)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert single(x).dtype == net(x).dtype == torch.bfloat16
+
+
 def test_replicas_add_gradients_in_the_same_order_every_time():
     """With tied weights, which make the order of additions depend on the order of threads."""
     net, found = DataParallel(model(), 3), set[bytes]()
