@@ -57,7 +57,6 @@ class Gathering:
         the slices may have changed since. If it is not `foreseen` (a call of a unit by itself),
         nothing is gathered ahead."""
         self.reshard([self.units[index] for index in self._ahead])
-        self._ahead.clear()
         self.in_use.clear()
         self.forwards.clear()
         self._seen.clear()
@@ -174,6 +173,7 @@ class Gathering:
         that were written to."""
         lost: list[str] = []
         for unit in units:
+            self._ahead.discard(unit.index)
             if unit.state is State.GATHERING:
                 unit.drop()
             if unit.state is State.UNSHARDED and not unit.static:
@@ -188,7 +188,6 @@ class Gathering:
         self.over, self.again = True, False
         self.in_use.clear()
         self.forwards.clear()
-        self._ahead.clear()
         self._deferred = False
         self.reshard(self.units)
 

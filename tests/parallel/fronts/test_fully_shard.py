@@ -235,6 +235,31 @@ def unshard_and_train(comm: Communicator, shards: Any, *, frees: bool) -> list[A
     return found
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.scale = net(), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x) * self.scale
+
+
+@on_ranks(2)
+def test_what_was_resharded_is_gathered_ahead_again(comm: Communicator) -> None:
+    model: Any = Scaled()
+    for module in (*model.blocks, model):
+        fronts.fully_shard(module, comm=comm)
+    out = model(batch())
+    last = model.engine.units[-1]
+    assert last.state is State.GATHERING  # still, for its backward
+    model.blocks[-1].reshard()
+    found = []
+    out.register_hook(lambda _: found.append(last.state))  # after the root's backward has begun
+    out.sum().backward()
+    assert found == [State.GATHERING]
+    model.engine.close()
+
+
 @pytest.mark.parametrize("frees", [True, False])
 @on_ranks(2)
 def test_unshard_and_reshard_train_as_with_torchs(comm: Communicator, frees: bool) -> None:
