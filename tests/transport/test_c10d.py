@@ -137,7 +137,7 @@ def test_short_messages_that_no_rank_has_received_share_threads(comm: Communicat
             fixed = set(threading.enumerate())
             for tag in range(4 * BATCH):
                 other.send(x, 1, tag=tag)
-            assert len(set(threading.enumerate()) - fixed) <= 4
+            assert len(set(threading.enumerate()) - fixed) < BATCH  # 4, and some that wait for jobs
             other.close()
         comm.barrier()
         if comm.rank == 1:
