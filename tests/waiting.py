@@ -16,3 +16,10 @@ def wait_until(
     while not condition():
         assert time.monotonic() < deadline, f"not in {seconds} s: {state()}"
         time.sleep(0.01)
+
+
+def used_asleep(seconds: float) -> float:
+    """The processor time, in s, that this process's other threads use while this one sleeps."""
+    before = time.process_time()
+    time.sleep(seconds)
+    return time.process_time() - before

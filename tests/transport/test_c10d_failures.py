@@ -42,7 +42,7 @@ from tests.comm.test_late import TIMEOUT
 from tests.comm.test_mistakes import ELEMENTS, MISTAKES
 from tests.forks import CALL_TIMEOUT, Forks, Report, store
 from tests.ranks import on_ranks
-from tests.waiting import wait_until
+from tests.waiting import used_asleep, wait_until
 
 pytestmark = pytest.mark.process
 
@@ -194,9 +194,7 @@ def test_a_message_after_a_mismatch_keeps_no_thread_busy(comm: Communicator) -> 
             work.wait()
         assert comm.rank != 1 or sent.wait(CALL_TIMEOUT)
     comm.barrier()
-    used = time.process_time()
-    time.sleep(0.2)
-    used = time.process_time() - used
+    used = used_asleep(0.2)
     c.close()
     assert used < 0.1
 

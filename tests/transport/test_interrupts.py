@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 import signal
-import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -18,6 +17,7 @@ from ringdp.errors import PeerLost
 from tests.ranks import on_ranks
 from tests.transport.nccl.faults import needs_host_nccl
 from tests.transport.over import over
+from tests.waiting import used_asleep
 
 T = TypeVar("T")
 CALLS = 150
@@ -99,9 +99,7 @@ def test_interrupted_messages_keep_no_thread_busy(comm: Communicator) -> None:
         assert begun < CALLS
         (c.send if comm.rank else c.recv)(x, other, tag=CALLS)
         c.barrier()
-        used = time.process_time()
-        time.sleep(0.3)
-        used = time.process_time() - used
+        used = used_asleep(0.3)
         comm.barrier()
     assert used < 0.1
 
