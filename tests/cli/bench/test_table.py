@@ -34,6 +34,14 @@ def test_the_table_is_complete_where_it_fits_and_in_a_file(terminal: bool) -> No
     assert cells(text, "gloo")[-4:] == ["-", "50.0", "17", "-"]
 
 
+def test_columns_without_values_are_left_out_and_not_explained() -> None:
+    text = shown([replace(ROWS[0], predicted_us=None, bound_us=None)], 160, terminal=False)
+    assert "× peer" in shown(ROWS, 160, terminal=False)
+    assert not any(name in text for name in ("predicted", "bound", "%", "× peer"))
+    auto = "1,048,576 262,144 float32 sum auto 100.0 90.0 95.0 110.0 10.49 10.49 0"
+    assert " ".join(cells(text, "auto")) == auto
+
+
 def test_sizes_with_several_rows_are_separated() -> None:
     small = [replace(row, bytes=1024) for row in ROWS]
     for rows, apart in (([*small, *ROWS], True), ([small[0], ROWS[0]], False)):
