@@ -199,12 +199,6 @@ def test_distributed_data_parallel_is_named_in_errors_of_its_arguments(comm):
         ringdp.DistributedDataParallel(net(), process_group=comm, wrong=1)
 
 
-def test_the_zero_redundancy_optimizer_refuses_noncontiguous_parameters(comm):
-    turned = nn.Parameter(torch.ones(3, 2).t())
-    with pytest.raises(UsageError, match=r"has strides \(1, 2\); allowed: contiguous ones"):
-        ringdp.ZeroRedundancyOptimizer([turned], torch.optim.SGD, process_group=comm, lr=1.0)
-
-
 @pytest.mark.parametrize("wrong", [0, -1.0, float("nan")])
 def test_clipping_refuses_wrong_norms(comm, wrong):
     engine = ringdp.shard(net(), stage=1, comm=comm)

@@ -1,6 +1,6 @@
 """`ZeroRedundancyOptimizer`: whole replicas, as DDP keeps them, with sharded optimizer state.
 
-Each rank's inner optimizer steps this rank's slices, in place; then the new values are gathered.
+Each rank's inner optimizer steps this rank's slices; then the new values are gathered.
 In torch's `Join([ddp, optimizer])` a rank without inputs steps its slices too, with the gradients
 of a rank that has some, and with its own options, such as lr.
 """
@@ -28,13 +28,14 @@ from ringdp.parallel.refuse import refuse
 
 
 class DtypeSlices:
-    """This rank's slices, `parameters`, of all parameters of one dtype, `wholes`."""
+    """This rank's slices, `parameters`, of all parameters of one dtype, `wholes`: of their memory,
+    or of a copy of those that are not contiguous."""
 
     def __init__(self, index: int, rank: int, plan: Unit, wholes: Sequence[Tensor]) -> None:
         self.index, self.plan, self.wholes = index, plan, wholes
         self.cut = Cut(plan, [p.shape for p in wholes], rank, slices=True)
         self.parameters: Sequence[nn.Parameter] = [
-            nn.Parameter(p.detach().view(-1)[begin:end], p.requires_grad)
+            nn.Parameter(p.detach().reshape(-1)[begin:end], p.requires_grad)
             for p, (begin, end) in zip(wholes, self.cut.parts, strict=True)
         ]
 
@@ -69,11 +70,6 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, JoinableOverGroup):
         self._consolidated: dict[Any, Any] | None = None
         by_dtype: dict[str, list[Tensor]] = {}
         for p in self._wholes():
-            if not p.is_contiguous():
-                raise UsageError(
-                    f"ZeroRedundancyOptimizer: a parameter of shape {list(p.shape)} has strides"
-                    f" {p.stride()}; allowed: contiguous ones"
-                )
             by_dtype.setdefault(str(p.dtype), []).append(p)
         sizes = {k: [(str(i), p.numel()) for i, p in enumerate(ps)] for k, ps in by_dtype.items()}
         plans = zip(layout(sizes.items(), self.comm.size), by_dtype.values(), strict=True)
@@ -114,7 +110,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, JoinableOverGroup):
             whole = zip(unit.wholes, unit.parameters, unit.cut.parts, strict=True)
             for p, own, (begin, end) in whole:
                 own.grad = None
-                own.data = p.detach().view(-1)[begin:end]  # the user may have assigned to p.data
+                own.data = p.detach().reshape(-1)[begin:end]  # the user may have assigned to p.data
                 if p.grad is not None and own.numel():
                     own.grad = p.grad.reshape(-1)[begin:end]
         self.optim.step()

@@ -107,6 +107,27 @@ def test_counts_in_parameter_groups_are_kept(comm: Communicator) -> None:
     assert equal(*weights)
 
 
+@on_ranks(2)
+def test_parameters_may_be_in_channels_last(comm: Communicator) -> None:
+    found: list[list[Tensor]] = []
+    for sharded in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 5, 3), nn.Conv2d(5, 2, 3))
+        model[0].to(memory_format=torch.channels_last)
+        wrapped = ringdp.DistributedDataParallel(model, process_group=comm)
+        ours = (torch.optim.AdamW, comm) if sharded else ()
+        make: Any = fronts.ZeroRedundancyOptimizer if sharded else torch.optim.AdamW
+        optimizer = make(model.parameters(), *ours, lr=0.1)
+        for seed in range(3):
+            optimizer.zero_grad()
+            generator = torch.Generator().manual_seed(seed + comm.rank)
+            wrapped(torch.randn(2, 3, 8, 8, generator=generator)).square().sum().backward()
+            optimizer.step()
+            model[1].weight.data = model[1].weight.to(memory_format=torch.channels_last)
+        found.append([p.detach() for p in model.parameters()])
+    assert equal(*found)
+
+
 # ---- in a join, and what is refused
 
 
