@@ -69,9 +69,23 @@ class Gradients:
         offload: Offload,
         ledger: Ledger,
     ) -> None:
-        self.cut, self.stage, self.dtypes, self.widths = cut, stage, dtypes, widths
-        self.offload, self.ledger = offload, ledger
-        self._make()
+        self.cut = cut
+        self.bucket: Tensor | None = None
+        if not widths.trainable:
+            self.reduced = torch.empty(0, dtype=dtypes.master, device=ledger.device)
+            return
+        size = cut.keeps.stop - cut.keeps.start
+        if widths.keeps_bucket(stage):
+            self.bucket = ledger.empty("gradients", cut.plan.padded, dtypes.reduce)
+        if self.bucket is not None and widths.own:
+            self.reduced = self.bucket[cut.keeps]
+        elif offload.any:
+            self.reduced = offload.empty(size, dtypes.master)
+            ledger.take("gradients", self.reduced.nbytes)
+        else:
+            self.reduced = ledger.empty("gradients", size, dtypes.master)
+        self.reduced.zero_()  # the padding stays zero: norms are taken over everything
+        self._alone = holders(self.reduced)
 
     def views(self) -> list[Tensor]:
         """The gradient of each parameter, in the shape that the parameter has between steps."""
@@ -87,31 +101,9 @@ class Gradients:
                 view.copy_(gradient)
         return views
 
-    def leave_held(self, own: Sequence[Tensor]) -> None:
-        """Move to other memory if the user holds tensors in this one, besides the p.grad in `own`.
-        See Note [gradients live in their bucket], in `ddp.bucket`."""
+    def are_held(self, own: Sequence[Tensor]) -> bool:
+        """Whether the user holds tensors in this memory, besides the p.grad in `own`. See Note
+        [gradients live in their bucket], in `ddp.bucket`."""
         memory = self.reduced.untyped_storage()._cdata
-        here = sum(t.untyped_storage()._cdata == memory for t in own)
-        if holders(self.reduced) > self._alone + here:
-            self.ledger.give("gradients", self.widths.gradients(self.cut.plan, self.stage))
-            self._make()
-
-    def _make(self) -> None:
-        plan, width, part = self.cut.plan, self.widths, self.cut.keeps
-        master = self.dtypes.master
-        self.bucket: Tensor | None = None
-        if not width.trainable:
-            self.reduced = torch.empty(0, dtype=master, device=self.ledger.device)
-            return
-        size = part.stop - part.start
-        if width.keeps_bucket(self.stage):
-            self.bucket = self.ledger.empty("gradients", plan.padded, self.dtypes.reduce)
-        if self.bucket is not None and width.own:
-            self.reduced = self.bucket[part]
-        elif self.offload.any:
-            self.reduced = self.offload.empty(size, master)
-            self.ledger.take("gradients", self.reduced.nbytes)
-        else:
-            self.reduced = self.ledger.empty("gradients", size, master)
-        self.reduced.zero_()  # the padding stays zero: norms are taken over everything
-        self._alone = holders(self.reduced)
+        here: int = sum(t.untyped_storage()._cdata == memory for t in own)
+        return holders(self.reduced) > self._alone + here

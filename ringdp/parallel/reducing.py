@@ -189,7 +189,8 @@ def _set_aside(unit: FlatUnit) -> bool:
     """Move every p.grad to the unit's gradient memory. Returns whether there was any."""
     before = [p.grad for p in unit.parameters]
     there = [gradient for gradient in before if gradient is not None]
-    unit.gradients.leave_held(there)
+    if unit.gradients.are_held(there):
+        unit.renew_gradients()
     if not there:
         return False
     unit.gradients.store(before)

@@ -345,6 +345,11 @@ class FlatUnit:
             self.widths = self.widths._replace(trainable=True)
             self.gradients = self._gradients()
 
+    def renew_gradients(self) -> None:
+        """Move to other memory, as the user holds tensors in this one."""
+        self.ledger.give("gradients", self.widths.gradients(self.plan, self.stage))
+        self.gradients = self._gradients()
+
     def _free(self) -> None:
         """See Note [views outlive their memory]."""
         if not self.full.untyped_storage().resizable():  # a numpy array shares it
