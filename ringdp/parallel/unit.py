@@ -7,6 +7,7 @@ from enum import Enum, auto
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from ringdp.comm import Communicator, Work
 from ringdp.errors import UsageError
@@ -21,7 +22,6 @@ from ringdp.parallel.guards.computed import (
     GatheredParam,
     Place,
     WholeParam,
-    follow,
     put,
     set_data,
 )
@@ -125,9 +125,8 @@ class FlatUnit:
         self.gradients = self._gradients()
         ledger.take("parameters", self.widths.parameters(plan, stage))
         self.state = State.UNSHARDED
-        self.followed = list[int]()  # the masters' versions that `computed` has the values of
+        self.gathered = list[int]()  # the versions of `parameters` that were gathered last
         self.versions = list[int]()  # see `lost`
-        self.gathered = list[int]()  # see `is_stale`
         self.work: Work | None = None
         self.reader: torch.cuda.Stream | None = None  # copies the master from the host
         self._settle_in(self.views if self.static else self.rest)
@@ -146,7 +145,9 @@ class FlatUnit:
         """SHARDED -> GATHERING: start the all_gather. Collective."""
         assert self.state is State.SHARDED
         self.settle()
-        self.gathered = self._versions()
+        before, self.gathered = self.gathered, self._versions()
+        if self.apart and self.gathered != before:
+            increment_version(self.computed)  # autograd may have saved the old values
         if self.freed:
             full = self.coming
             if not full.untyped_storage().nbytes():  # else Ctrl-C ended a gather that may go on
@@ -189,7 +190,8 @@ class FlatUnit:
         kind: type[nn.Parameter] = GatheredParam if self.freed else WholeParam
         if self.apart:
             kind = resting.ShardedParam if self.slices else resting.RestingParam
-            self.followed = follow(self.computed, self.parameters, self.followed)
+            for c, p in zip(self.computed, self.parameters, strict=True):
+                c.requires_grad_(p.requires_grad)
             put(self.places, self.computed)
         resting.become(self.parameters, kind)
         self._point(self.computed, self.views)
@@ -206,7 +208,7 @@ class FlatUnit:
     def set_aside(self) -> None:
         """UNSHARDED -> GATHERING: the parameters are slices; the full buffer is kept."""
         self._lay_down()
-        self.state, self.gathered = State.GATHERING, self._versions()
+        self.state = State.GATHERING
 
     @resting.unguarded
     def drop(self) -> None:

@@ -74,6 +74,7 @@ def gather_from_the_host() -> Any:
         plan=SimpleNamespace(padded=0),
         offload=ringdp.Offload(optimizer=True),
         reader=None,
+        gathered=[],
         _versions=list,
     )
     no_comm: Any = None

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, Self
 
 from torch import Tensor, nn
 from torch._guards import TracingContext
-from torch.autograd.graph import increment_version
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ringdp.errors import UsageError
@@ -103,20 +102,6 @@ def computing(master: Any) -> Any:
     """Its ComputeParam if it has one, else itself."""
     made = _COMPUTE_PARAMS.get(master, lambda: None)()
     return master if made is None else made
-
-
-def follow(
-    computed: Sequence[nn.Parameter], masters: Sequence[nn.Parameter], versions: Sequence[int]
-) -> list[int]:
-    """They take the values and requires_grad of their masters. Where a master's version differs
-    from `versions`, autograd is told of a write, as it may have saved the old values. Returns the
-    versions now."""
-    now = [p._version for p in masters]
-    if list(versions) != now:
-        increment_version(computed)
-    for c, p in zip(computed, masters, strict=True):
-        c.requires_grad_(p.requires_grad)
-    return now
 
 
 def refuse_lost(names: Sequence[str]) -> None:
