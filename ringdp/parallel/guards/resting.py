@@ -56,6 +56,27 @@ class ShardedParam(RestingParam):
         """The whole parameter, as torch's DTensor.full_tensor. Collective."""
         return sliced.full_tensor(self, self)
 
+    # Every zero_grad() reads and sets it, for which __torch_function__ takes 20 times as long.
+    @property
+    def grad(self) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            gradient = _grad.__get__(self)
+        if gradient is not None:
+            sliced.mark_grad(gradient, self)
+        return gradient
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                _grad.__set__(self, value)
+        except RuntimeError as e:  # the slice has another shape than the parameter
+            raise _refusal([self], None) from e
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -78,9 +99,7 @@ class ShardedParam(RestingParam):
             isinstance(t, Tensor) and t.grad_fn is not None for t in _flat(out)
         ):
             raise _refusal(args, kwargs)
-        if out is not None and func == _grad.__get__:
-            sliced.mark_grad(out, args[0])
-        elif type(out) is Tensor and args and isinstance(args[0], ShardedParam):
+        if type(out) is Tensor and args and isinstance(args[0], ShardedParam):
             sliced.mark_values(out, args[0])
         return out
 
