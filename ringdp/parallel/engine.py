@@ -33,9 +33,8 @@ from ringdp.parallel.accounting.memory import Ledger, Memory, state_bytes
 from ringdp.parallel.autograd_state import in_backward, transformed
 from ringdp.parallel.backward import Backwards
 from ringdp.parallel.gathering import Gathering
-from ringdp.parallel.guards import copies, sliced, state_dict, steps
+from ringdp.parallel.guards import copies, sliced, state_dict, steps, wrapped
 from ringdp.parallel.guards.unmanaged import Unmanaged
-from ringdp.parallel.guards.wrapped import Wrapped
 from ringdp.parallel.optimizer import state as optim_state
 from ringdp.parallel.precision import Precision
 from ringdp.parallel.reducing import Reducing
@@ -85,7 +84,7 @@ class Engine:
         self.closed = False
         me = weakref.proxy(self)  # torch holds it where the garbage collector cannot see it
         self._handles = steps.listen(lambda o: me.before_step(o), lambda o: me.after_step(o))
-        self._wrapped = Wrapped(model, units, self._handles.append)
+        self._handles.append(wrapped.Refusal(model))
         weakref.finalize(self, _remove, self._handles)
         self.backwards = Backwards(self.gathering, self.reducing, self._handles)
 
@@ -151,7 +150,7 @@ class Engine:
                 alone = self._is_alone()
                 if index == 0 or alone or self.gathering.over:  # a new iteration
                     self._unmanaged.begin()
-                    self._wrapped.check()
+                    wrapped.check(self.units)
                     self.backwards.begin()
                     self.gathering.begin(foreseen=index == 0 or not alone)
                 self.gathering.callers[index].update(self.gathering.in_use)

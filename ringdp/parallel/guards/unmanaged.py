@@ -40,7 +40,7 @@ class Unmanaged:
         self.check()
         for unit in self.units if torch.is_grad_enabled() else ():
             if unit.static and unit.widths.trainable:  # others settle when they are gathered
-                unit.check(unit.views)
+                unit.settle()
 
     def check(self) -> None:
         """Raise UsageError for a parameter that `shard` was not given."""

@@ -9,9 +9,8 @@ one has no such names: that is found in the first forward.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
-from weakref import WeakSet
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -22,29 +21,17 @@ from ringdp.parallel.unit import FlatUnit
 _ASKED = "_ddp_params_and_buffers_to_ignore"
 
 
-class Wrapped:
-    """Refuses `model`, until the handle that is given to `keep` is removed."""
-
-    def __init__(
-        self, model: nn.Module, units: Sequence[FlatUnit], keep: Callable[[Any], None]
-    ) -> None:
-        self.units = units
-        self._allowed: WeakSet[nn.Module] = WeakSet()
-        keep(_Handle(model))
-
-    def check(self) -> None:
-        """At the start of an iteration. Raises UsageError within a DDP that trains these units."""
-        outer: Any = DistributedDataParallel._active_ddp_module
-        if outer is None or outer in self._allowed:
-            return
-        theirs = {id(p) for p in getattr(outer, "_module_parameters", ())}
-        if any(id(p) in theirs for unit in self.units for p in unit.parameters):
-            raise _error("a module with a sharded one within it")
-        self._allowed.add(outer)
+def check(units: Sequence[FlatUnit]) -> None:
+    """At the start of an iteration. Raises UsageError within a DDP that trains these units."""
+    outer: Any = DistributedDataParallel._active_ddp_module
+    theirs = {id(p) for p in getattr(outer, "_module_parameters", ())}
+    if theirs and any(id(p) in theirs for unit in units for p in unit.parameters):
+        raise _error("a module with a sharded one within it")
 
 
-class _Handle:
-    """Has only a weak reference: an engine's handles may be kept for longer than its model."""
+class Refusal:
+    """Refuses to let the model be wrapped, until it is removed. Has only a weak reference: an
+    engine's handles may be kept for longer than its model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
