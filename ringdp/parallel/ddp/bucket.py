@@ -57,12 +57,11 @@ class FlatBucket:
             stride = torch.empty_like(p, device="meta").stride()
             self.slots.append(Slot(p, self.elements, stride))
             self.elements += p.numel()
-        self._fresh = False  # whether this backward has written to it
         self._replace()
 
     def arm(self) -> None:
         """Wait for the gradients of the next backward."""
-        self.pending, self._fresh = len(self.slots), False
+        self.pending = len(self.slots)
 
     def take(self, place: int, scale: float, *, unused: bool) -> None:
         """Move p.grad in, times `scale`; p.grad becomes the result. If `unused`, this backward did
@@ -122,10 +121,7 @@ class FlatBucket:
     def _own(self) -> None:
         """Before a backward's first write: leave memory that the user holds. See Note [gradients
         live in their bucket]."""
-        if self._fresh:
-            return
-        self._fresh = True
-        if self.shared:
+        if self.shared or self.pending < len(self.slots):
             return
         here = sum(self._is_here(slot.parameter.grad, i) for i, slot in enumerate(self.slots))
         if holders(self.flat) > self._alone + here:
