@@ -68,7 +68,7 @@ class Engine:
             of.setdefault(unit.module, []).append(unit.index)
         self.groups = list(of.values())
         self.roots = self.groups[0]
-        self.reducing = Reducing(comm.duplicate(), stage, ledger, overlap=overlap)
+        self.reducing = Reducing(comm.duplicate(), ledger, overlap=overlap)
         beside = comm.wired or any(u.full.is_cuda for u in units)
         turns = None if beside else self.reducing
         self.gathering = Gathering(

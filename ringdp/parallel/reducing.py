@@ -23,7 +23,6 @@ from ringdp.parallel.gradients import GradBuffer
 from ringdp.parallel.guards import sliced
 from ringdp.parallel.guards.resting import unguarded
 from ringdp.parallel.no_sync import UnreducedGrads
-from ringdp.parallel.stages import Stage
 from ringdp.parallel.unit import FlatUnit
 
 
@@ -45,10 +44,8 @@ class _Reduction(NamedTuple):
 class Reducing:
     """Reduces over a communicator of its own. Without `overlap`, waits for each at once."""
 
-    def __init__(
-        self, comm: Communicator, stage: Stage, ledger: Ledger, *, overlap: bool = True
-    ) -> None:
-        self.comm, self.stage, self.ledger, self.overlap = comm, stage, ledger, overlap
+    def __init__(self, comm: Communicator, ledger: Ledger, *, overlap: bool = True) -> None:
+        self.comm, self.ledger, self.overlap = comm, ledger, overlap
         self._turns: dict[int, _Turn] = {}
         self._open: dict[int, GradBuffer] = {}  # units that still take gradients
         self._pending: list[_Reduction] = []
@@ -125,7 +122,7 @@ class Reducing:
             bucket = self._bucket(unit, turn.accumulate)
             scaled_copy(sums, bucket, 1 / unit.divisor)
             del sums
-        if self.stage.reduction == "all_reduce":
+        if unit.stage.reduction == "all_reduce":
             work = self.comm.all_reduce(bucket, async_op=True, tag=unit.index)
         else:
             own = bucket[unit.cut.part]

@@ -46,12 +46,12 @@ def test_only_the_end_of_backward_waits_for_copies_to_the_host(monkeypatch: pyte
     work = SimpleNamespace(wait=lambda: None)
     comm: Any = SimpleNamespace(reduce_scatter=lambda *_, **__: work)
     ledger: Any = SimpleNamespace(give=lambda *_: None)
-    reducing = Reducing(comm, STAGES[3], ledger)
+    reducing = Reducing(comm, ledger)
     for index in range(2):
         copy = SimpleNamespace(is_cuda=False, copy_=lambda _, non_blocking: events.append("copied"))
         gradients = SimpleNamespace(bucket=None, reduced=copy)
         cut = SimpleNamespace(part=slice(1), keeps=slice(1))
-        unit: Any = SimpleNamespace(index=index, cut=cut, gradients=gradients)
+        unit: Any = SimpleNamespace(index=index, cut=cut, gradients=gradients, stage=STAGES[3])
         reducing._open[index] = SimpleNamespace(whole=lambda: bucket)  # type: ignore[assignment]
         reducing._turns[index] = _Turn(unit, keep=False, accumulate=False, shows=[])
         reducing.start(unit)
