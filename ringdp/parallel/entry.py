@@ -63,12 +63,10 @@ def shard(
     ranks' models differ.
 
     Beside its shards and activations, stage 3 holds at most: two gathered units (with
-    `prefetch_bytes`, the largest one and that many bytes; with `keep`, these, too), one gradient
-    bucket as large as a unit, and the weights and gradients of the root, which has all parameters
-    that lie in no unit. If the root has no parameters, or as many as three units, that is no more
-    than twice the largest unit and its gradients. On a GPU, or with buckets in a wider dtype than
-    the gathered parameters, one more bucket takes the place of a gathered unit, or exists beside
-    it. `Engine.memory_formula` gives the exact bytes.
+    `prefetch_bytes`, the largest one and that many bytes; with `keep`, these, too), a gradient
+    bucket as large as a unit (two over a network, on a GPU, or in a wider dtype than the gathered
+    parameters), and the weights and gradients of the root, which has all parameters that lie in no
+    unit. `Engine.memory_formula` gives the exact bytes.
     """
     _check(model, nn.Module, "model")
     _check(precision, Precision | None, "precision")
