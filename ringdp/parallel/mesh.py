@@ -30,13 +30,6 @@ def of_mesh(group: Any, mesh: Any) -> Any:
     return mesh.get_group(mesh_dim=0)
 
 
-def device_of(mesh: Any) -> torch.device | None:
-    """This rank's device for a mesh of GPUs: the current one."""
-    if mesh is None or mesh.device_type != "cuda":
-        return None
-    return torch.device("cuda", torch.cuda.current_device())
-
-
 def localize(module: nn.Module, mesh: Any) -> None:
     """If `mesh` is a dimension of a larger one, whose others are for tensor parallelism: keep local
     parts of DTensors in the model outside its forwards, as torch's DDP does."""
@@ -47,20 +40,22 @@ def localize(module: nn.Module, mesh: Any) -> None:
     _pre_dp_module_transform(module)
 
 
-def move(model: nn.Module, device: torch.device) -> None:
-    """Move what is on the CPU. Parameters stay the same objects."""
-    for t in (*model.parameters(), *model.buffers()):
-        if t.device.type == "cpu":
-            t.data = t.data.to(device)
-
-
 def move_to_ranks(
-    model: nn.Module, ranks: Communicator | ProcessGroup | None, device: torch.device | None = None
+    model: nn.Module,
+    ranks: Communicator | ProcessGroup | None,
+    mesh: Any = None,
+    device: torch.device | None = None,
 ) -> Communicator:
-    """Move the model to `device`, by default the communicator's. Returns the communicator (see
+    """Move what is on the CPU to `device`, by default the current GPU for a mesh of GPUs, else the
+    communicator's. Parameters stay the same objects. Returns the communicator (see
     `communicator_of`)."""
+    ranks = of_mesh(ranks, mesh)
+    if device is None and mesh is not None and mesh.device_type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
     if device is None:
         placed = [t for t in model.parameters() if t.device.type != "cpu"]
         device = communicator_of(ranks, placed).device
-    move(model, device)
+    for t in (*model.parameters(), *model.buffers()):
+        if t.device.type == "cpu":
+            t.data = t.data.to(device)
     return communicator_of(ranks, model.parameters())

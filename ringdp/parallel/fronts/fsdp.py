@@ -21,9 +21,15 @@ from ringdp.errors import UsageError
 from ringdp.parallel.engine import Engine
 from ringdp.parallel.entry import shard
 from ringdp.parallel.fronts.fsdp2 import WHOLE, take_in
-from ringdp.parallel.fronts.fsdp_arguments import cast_buffers, field, moved, precision_of, units_of
+from ringdp.parallel.fronts.fsdp_arguments import (
+    cast_buffers,
+    device_of,
+    field,
+    precision_of,
+    units_of,
+)
 from ringdp.parallel.fronts.fsdp_optim import by_name, by_number, names_of
-from ringdp.parallel.mesh import of_mesh
+from ringdp.parallel.mesh import move_to_ranks
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.optimizer.clip import clip_grad_norm_
 from ringdp.parallel.refuse import MissingAttribute, check_whole, checked_module, refuse
@@ -132,7 +138,7 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
             precision=precision,
             offload=offload,
             init=param_init_fn,
-            comm=moved(module, of_mesh(process_group, device_mesh), device_id, device_mesh),
+            comm=move_to_ranks(module, process_group, device_mesh, device_of(device_id, module)),
         )
         self.engine.always_gathers_state = True
         if precision is not None:

@@ -21,7 +21,7 @@ from ringdp.comm import Communicator
 from ringdp.errors import UsageError
 from ringdp.parallel.entry import shard
 from ringdp.parallel.fronts.fsdp_module import FSDPModule, Options, heed, sharded_class
-from ringdp.parallel.mesh import device_of, move_to_ranks, of_mesh
+from ringdp.parallel.mesh import move_to_ranks
 from ringdp.parallel.meta import Init
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.precision import Precision
@@ -100,7 +100,7 @@ def fully_shard(
         unit=units.__contains__ if units else WHOLE,
         precision=_reduced(asked.mp_policy, whole),
         offload=Offload(stage == 3, optimizer=True, pin=pins) if asked.offload_policy else None,
-        comm=move_to_ranks(whole, of_mesh(comm, mesh), device_of(mesh)),
+        comm=move_to_ranks(whole, comm, mesh),
         init=init,
     )
     engine.always_gathers_state = True

@@ -8,16 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from ringdp.comm import Communicator
 from ringdp.errors import UsageError
-from ringdp.parallel.mesh import device_of, move_to_ranks
 from ringdp.parallel.precision import Precision
 from ringdp.parallel.refuse import refuse
 
 
-def moved(module: nn.Module, group: Any, device_id: Any, mesh: Any) -> Communicator:
+def device_of(device_id: Any, module: nn.Module) -> torch.device | None:
+    """Raises UsageError if the module cannot be there."""
     if device_id is None:
-        return move_to_ranks(module, group, device_of(mesh))
+        return None
     try:
         device = torch.device(device_id)
     except (RuntimeError, TypeError) as e:
@@ -29,7 +28,7 @@ def moved(module: nn.Module, group: Any, device_id: Any, mesh: Any) -> Communica
     placed = {p.device for p in module.parameters() if p.device.type not in ("cpu", "meta")}
     if elsewhere := placed - {device}:
         raise _refused(device_id, f"parameters are on {', '.join(map(str, elsewhere))}")
-    return move_to_ranks(module, group, device)
+    return device
 
 
 def _refused(device_id: object, why: str) -> UsageError:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import ringdp
 from ringdp import UsageError
-from ringdp.parallel.mesh import move
+from ringdp.parallel.mesh import move_to_ranks
 from ringdp.parallel.values.inputs import move_inputs
 from tests.parallel.small import batch, net
 
@@ -48,7 +48,8 @@ def test_on_the_cpu_nothing_is_moved():
     move_inputs(InputRecorder(), torch.device("cpu"), None)  # type: ignore[arg-type]
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     before = [p.data_ptr() for p in model.parameters()]
-    move(model, torch.device("cpu"))
+    with ringdp.init() as comm:
+        move_to_ranks(model, comm)
     assert [p.data_ptr() for p in model.parameters()] == before
 
 
