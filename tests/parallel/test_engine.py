@@ -155,8 +155,8 @@ def test_gradients_are_within_the_error_bound_of_one_process(ranks, n):
 def test_training_loops_with_evaluation_and_changing_order_work(
     comm: Communicator, stage: int
 ) -> None:
-    """zero_grad at each of its three usual places, evaluation between steps, and a changing order
-    of use."""
+    """zero_grad at each of its three usual places, or by hand, evaluation between steps, and a
+    changing order of use."""
     net = model()
     engine = ringdp.shard(net, stage=stage, comm=comm)
     twin = model()
@@ -170,8 +170,11 @@ def test_training_loops_with_evaluation_and_changing_order_work(
                 net.blocks = nn.ModuleList(list(net.blocks)[::-1])
                 twin.blocks = nn.ModuleList(list(twin.blocks)[::-1])
             loss = net(batch(step)).square().mean()
-            if step % 3 == 1:
+            if step == 1:
                 ours.zero_grad()
+            if step == 4:
+                for p in net.parameters():
+                    del p.grad
             if step % 3 == 2:
                 ours.zero_grad(set_to_none=False)
             loss.backward()

@@ -33,6 +33,10 @@ class WholeParam(nn.Parameter):
     def grad(self, value: Tensor | None) -> None:
         _grad.__set__(self, value)
 
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
 
 class GatheredParam(WholeParam):
     """One in which writes through `p.data` increase _version, too."""
@@ -76,6 +80,10 @@ class ComputeParam(GatheredParam):
             _grad.__set__(self, value)
         if self._master is not None and (value is None or not own):
             self._master.grad = value
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
 
     @property
     def requires_grad(self) -> Any:
