@@ -72,14 +72,18 @@ class Gathering:
             self._position = found
         self._seen.append(index)
         self.in_use.append(index)
+        self.start(unit)
+        self.prefetch()
+        if unit.state is State.GATHERING:
+            unit.unshard()
+
+    def start(self, unit: FlatUnit) -> None:
+        """Start to gather a unit that is to be used now, if need be; again if it was written to."""
         if unit.state is State.GATHERING and unit.is_stale():
             unit.drop()
         if unit.state is State.SHARDED:
             unit.gather(self.comm)
-        self._ahead.discard(index)
-        self.prefetch()
-        if unit.state is State.GATHERING:
-            unit.unshard()
+        self._ahead.discard(unit.index)
 
     def done_with(self, index: int, *, free: bool) -> None:
         """The unit's forward or backward is over: `free` it if its stage does that.

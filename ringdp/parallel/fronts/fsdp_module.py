@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ringdp.errors import UsageError
 from ringdp.parallel.engine import Engine
 from ringdp.parallel.fronts.full_tensor import FullTensor
+from ringdp.parallel.gathering import Gathering
 from ringdp.parallel.precision import Precision
 from ringdp.parallel.refuse import MissingAttribute
 from ringdp.parallel.unit import FlatUnit, State
@@ -36,11 +37,13 @@ class UnshardHandle(NamedTuple):
     """torch's name for what unshard(async_op=True) returns."""
 
     units: list[FlatUnit]
+    gathering: Gathering
 
     def wait(self) -> None:
         """Wait until the parameters are whole. The module's forward does so too."""
         for unit in self.units:
             if unit.state is State.GATHERING:
+                self.gathering.start(unit)
                 unit.unshard()
 
 
@@ -94,15 +97,14 @@ class FSDPModule:
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather the module's parameters, without those of inner sharded modules, ahead of its
         forward or for use outside it. Collective."""
-        engine, units = self.engine, _units_of(self.engine, [self])
-        engine.backwards.settle()
-        engine.gathering.prefetch_deferred(wait=True)
-        for unit in units:
-            if unit.state is State.SHARDED:
-                unit.gather(engine.gathering.comm)
+        handle = UnshardHandle(_units_of(self.engine, [self]), self.engine.gathering)
+        self.engine.backwards.settle()
+        handle.gathering.prefetch_deferred(wait=True)
+        for unit in handle.units:
+            handle.gathering.start(unit)
         if async_op:
-            return UnshardHandle(units)
-        UnshardHandle(units).wait()
+            return handle
+        handle.wait()
         return None
 
     def reshard(self) -> None:

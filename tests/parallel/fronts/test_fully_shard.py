@@ -224,6 +224,18 @@ def unshard_and_train(comm: Communicator, shards: Any, *, frees: bool) -> list[A
                 block.reshard()
     if hasattr(model, "engine"):
         assert all(u.state is State.SHARDED for u in model.engine.units)
+        weight = model[1][0].weight
+        model[1].unshard()
+        before = weight.detach().clone()
+        model[1].reshard()
+        handle = model[1].unshard(async_op=True)
+        with torch.no_grad():
+            weight += 1  # this rank's slice of it
+        handle.wait()
+        assert torch.equal(weight, before + 1)
+        model[1].reshard()
+        handle.wait()
+        assert weight.shape != before.shape, "wait() gathered it again"
         model.unshard()
         model[1].unshard()
         with torch.no_grad():
