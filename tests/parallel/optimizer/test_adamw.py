@@ -4,6 +4,7 @@ states, refusals."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -59,6 +60,18 @@ def test_adjacent_parameters_get_the_bits_of_separate_ones(place: Place, skips: 
         for key in ("exp_avg", "exp_avg_sq", "step"):
             assert torch.equal(optimizer.state[p][key], alone.state[q][key])
         assert optimizer.state[p]["step"] == (2 if i == skips else 3)
+
+
+def test_adjacent_parameters_go_on_from_the_state_of_separate_ones() -> None:
+    """As a checkpoint's: each parameter has moments in memory of its own."""
+    got, optimizer = train(of_one_storage)
+    want, alone = train(separate)
+    optimizer.load_state_dict(deepcopy(alone.state_dict()))
+    for _ in range(2):
+        optimizer.step()
+        alone.step()
+    for p, q in zip(got, want, strict=True):
+        assert torch.equal(p, q)
 
 
 def test_parameters_of_any_shape_are_stepped() -> None:
