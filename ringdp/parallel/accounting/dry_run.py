@@ -146,10 +146,6 @@ class _Unit(FlatUnit):
     def is_stale(self) -> bool:
         return False
 
-    def drop(self) -> None:
-        self.unshard()
-        self.reshard()
-
     def lost(self) -> list[str]:
         return []
 
