@@ -52,6 +52,7 @@ def load(comm: Communicator, path: str, stage: int) -> dict[str, Any]:
     """The state as lists; elementwise state is compared with the rank's part of the parameter."""
     model, engine, optimizer = make(comm, stage)
     assert comm.size != 2 or stage == 0 or model.w.numel() == (16, 1)[comm.rank]
+    optimizer.state[model.w]["old"] = 1  # loaded state replaces all
     ringdp.load(path, engine, optimizer)
     found = {}
     for name, value in optimizer.state.get(model.w, {}).items():
@@ -226,6 +227,7 @@ LOADABLE_AS = {  # dtype of a saved integer buffer -> the dtypes that can load i
     torch.int64: [torch.int64],
     torch.int32: [torch.int32, torch.int64],
     torch.uint8: [torch.uint8, torch.int32, torch.int64],
+    torch.int8: [torch.int8, torch.int32, torch.int64],
     torch.bool: [torch.bool],
 }
 
