@@ -250,6 +250,7 @@ def test_gradients_of_inputs_leave_parameters_unchanged(
     x = batch().requires_grad_()
     sent = engine.reducing.comm.sent_bytes()
     (g,) = torch.autograd.grad(model(x).sum(), x)
+    assert not engine.ledger.now["gathered"]
     model(x).sum().backward(inputs=[x])
     torch.testing.assert_close(x.grad, g)
     assert engine.reducing.comm.sent_bytes() == sent

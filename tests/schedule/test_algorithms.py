@@ -140,6 +140,8 @@ def test_combinators_refuse_mismatched_shapes():
         Schedule.together([ring, ring_all_reduce(3)])
     with pytest.raises(ScheduleError, match="multiple of 3"):
         contract("reduce_scatter", 3, 4)
+    with pytest.raises(ScheduleError, match="needs 9 chunks: 3"):
+        contract("all_to_all_v", 3, 3)
 
 
 @pytest.mark.parametrize("n", [2, 3, 5])

@@ -165,8 +165,9 @@ def test_a_backward_per_loss_with_find_unused_parameters_is_an_error(
         with net.no_sync():
             net(rows(step, comm.rank))["predictions"][1].sum().backward()
     first, second = net(rows(2, comm.rank))["predictions"]
-    loss(first).backward()
+    loss(first).backward(retain_graph=True)
     net.module.b.weight.square().sum().backward()  # the same on all ranks
+    loss(first).backward()  # reduces nothing, as in torch
     text = error_text(loss(second).backward)
     assert "Expected one backward after a forward" in text, text
     assert "b.bias" in text or "b.weight" in text, text
