@@ -202,7 +202,6 @@ class Backwards:
         if self._now is None or (in_backward() and self._now.alive()):
             return
         self.gathering.prefetch_deferred(wait=True)
-        self.reducing.finish()
         self.reducing.drop()
         for unit in self.units:
             for p in (*unit.parameters, *unit.computed):
