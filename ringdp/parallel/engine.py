@@ -167,7 +167,7 @@ class Engine:
         for t in starts:
             t.register_hook(lambda _: backwards.reach(indices))  # type: ignore[no-untyped-call]
         ends = indices is self.roots or self._is_alone()
-        if ends and not (starts or self._summoned or self.gathering.again):
+        if ends and not (starts or self.gathering.again):
             self.gathering.end(learn=False)
 
     def _is_alone(self) -> bool:
