@@ -72,7 +72,7 @@ def keep_slices(optimizer: Optimizer, units: Sequence[Slices]) -> None:
             for name, value in list(state.items()):
                 if not isinstance(value, Tensor):
                     continue
-                if name != "step" and value.shape == shape and shape != (end - begin,):
+                if name != "step" and value.shape == shape:
                     state[name] = value.reshape(-1)[begin:end].clone()
                 else:
                     is_per_element(name, value, (end - begin,), entry.name)
