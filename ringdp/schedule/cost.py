@@ -204,10 +204,10 @@ def _halving(n: int) -> Price:
     total = FREE
     for groups in _splits(n):
         # A larger half has a rank more, which sends to the last rank of the smaller one, too.
-        halves = [(size - size // 2, size // 2, 1 + size % 2) for size in groups]
-        moved = max(max(a, b * senders) for a, b, senders in halves)
+        halves = [(size // 2, 1 + size % 2) for size in groups]
+        moved = max(smaller * senders for smaller, senders in halves)
         crossing = sum(2 * (size // 2) * (size - size // 2) * c for size, c in groups.items())
-        messages = max(senders for _, _, senders in halves)
+        messages = max(senders for _, senders in halves)
         total += Price(messages, Fraction(moved, n), Fraction(0), Fraction(crossing, n))
     return total
 
