@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -223,6 +224,25 @@ def test_a_failure_of_the_parent_ends_the_making_with_its_error(
     ):
         making.barrier("all")
     assert e.type is error
+
+
+def test_a_death_is_named_rather_than_its_effect():
+    """Such as a connection that a dead rank has reset."""
+    store = dist.HashStore()
+    making = handshake.Handshake(store, 0, 2, CALL_TIMEOUT)
+
+    def connect() -> None:
+        place = store.get("place/0").decode()
+        store.set("place/1", place.replace(str(os.getpid()), str(other.pid)))
+        os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
+        raise RuntimeError("connection reset")
+
+    with (
+        subprocess.Popen(["true"]) as other,
+        pytest.raises(PeerLost, match="waited to make a communicator; rank 1"),
+        making.session(),
+    ):
+        making.run(connect)
 
 
 @on_ranks(1)
