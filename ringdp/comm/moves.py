@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ringdp.comm.arguments import check_tensor
 from ringdp.comm.buffers import empty, fill, flat, flat_output, same, type_of, without_overlap
-from ringdp.comm.job import Arg, CallSpec, Issuer, Job, changes
+from ringdp.comm.job import Arg, CallSpec, Issuer, Job
 from ringdp.comm.work import Work
 from ringdp.errors import UsageError
 from ringdp.schedule import Builder, Program
@@ -40,10 +40,10 @@ class Moves(Issuer):
         spec = self._spec("broadcast", algorithm, async_op, tag, root)
         by = self._way(spec, "all_gather")
         is_root = self.rank == root
-        if is_root and not changes(by):
+        if is_root:  # whatever its program stores meanwhile, its values end as they were
             buffer, finish = flat(tensor).data, None
         else:
-            out = flat_output(tensor, "broadcast: tensor", read=is_root)
+            out = flat_output(tensor, "broadcast: tensor")
             buffer, finish = out.data, out.copy_back
         part, bounds = buffer if is_root else None, self._bounds(by, buffer.numel(), root)
         return self._issue(Job(by, bounds, buffer, part, finish), spec)
