@@ -103,6 +103,7 @@ class Queue:
 
     @torch.inference_mode()  # so that a job may write to any tensor, inference tensors included
     def _loop(self) -> None:
+        torch.set_flush_denormal(False)  # a new thread inherits it, and sums would depend on it
         while (job := self._jobs.get()) is not None:
             self._before_job()
             try:

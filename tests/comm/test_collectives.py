@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ringdp import Communicator
 from tests.ranks import on_ranks
+from tests.transport.over import over
 
 pytestmark = pytest.mark.process
 
@@ -204,16 +205,21 @@ def test_results_equal_torchs(ranks, n: int, what: Callable[[Communicator], None
 DENORMAL_BITS = 71362  # the bits of a denormal float32; twice that is denormal too
 
 
-@pytest.mark.parametrize("algorithm", ["direct", "ring"])
-@on_ranks(2)
-def test_denormals_are_kept_by_every_thread(comm: Communicator, algorithm: str) -> None:
-    """In lines, as a whole, and in tiles."""
-    torch.set_flush_denormal(True)
-    try:
+def check_denormals(comm: Communicator) -> None:
+    """In lines, as a whole, and in tiles; and in rows."""
+    for algorithm in ("direct", "ring"):
         for elements in (8, 1000, 1 << 18):
             bits = torch.full((elements,), DENORMAL_BITS, dtype=torch.int32)
             comm.all_reduce(bits.view(torch.float32), algorithm=algorithm)
             assert bits.eq(comm.size * DENORMAL_BITS).all()
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d", "peer-host"])
+@on_ranks(2)
+def test_denormals_are_kept_by_every_thread(comm: Communicator, transport: str) -> None:
+    torch.set_flush_denormal(True)
+    try:
+        over(comm, transport, check_denormals)
         assert torch.tensor(DENORMAL_BITS, dtype=torch.int32).view(torch.float32) * 1 == 0
     finally:
         torch.set_flush_denormal(False)
