@@ -58,18 +58,19 @@ class Channels {
 
   bool reserved(int peer) const { return reserved_[peer]; }
 
-  // Calls `open(envelope, payload)` on each waiting message, in order. Returns whether there was any.
+  // Returns how many messages wait; more than there are slots if the memory is damaged.
+  std::uint64_t waiting(int from) const { return channel(from, rank_).waiting(); }
+
+  // Calls `open(envelope, payload)` on so many of them, in order.
   template <class Open>
-  bool take(int from, Open open) {
+  void take(int from, std::uint64_t count, Open open) {
     const auto incoming = channel(from, rank_);
-    const auto count = incoming.waiting();
-    for (auto left = count; left > 0; --left) {
+    for (; count > 0; --count) {
       Envelope& slot = incoming.front();
       const Envelope e = slot;  // copied, so that a peer cannot change it after the check
       open(e, incoming.data(slot));
       incoming.pop();
     }
-    return count > 0;
   }
 
   // Returns the next message from there, to be taken with `pop`, or null.
@@ -78,8 +79,6 @@ class Channels {
     return incoming.empty() ? nullptr : &incoming.front();
   }
   void pop(int from) const { channel(from, rank_).pop(); }
-
-  bool empty(int from) const { return channel(from, rank_).empty(); }
 
   // Returns false if there is no free slot.
   bool push(int to, const Envelope& envelope, const std::byte* payload) {

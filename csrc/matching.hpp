@@ -142,7 +142,7 @@ class Matching {
   bool any() const { return !pending_.empty(); }
 
   // Returns whether everything that has arrived from there was taken.
-  bool empty(int from) { return channels_.empty(from); }
+  bool empty(int from) { return channels_.waiting(from) == 0; }
 
   bool has_ended() const { return !ended_.empty(); }
   // Returns the tickets that have ended since the last call. Their buffers are not used any more.
@@ -167,8 +167,11 @@ class Matching {
   };
 
   bool take(int from) {
-    return channels_.take(
-        from, [&](const Envelope& e, const std::byte* payload) { open(from, e, payload); });
+    const auto count = channels_.waiting(from);
+    if (count > std::uint64_t(depth_)) refuse(from, {});
+    channels_.take(from, count,
+                   [&](const Envelope& e, const std::byte* payload) { open(from, e, payload); });
+    return count > 0;
   }
 
   void open(int from, const Envelope& e, const std::byte* payload) {

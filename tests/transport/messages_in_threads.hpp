@@ -26,7 +26,7 @@ std::uint64_t receive(Mailbox& mail, How... how) {
 }
 
 // All ranks send messages of several lengths under two tags, some before their receive is posted,
-// and receive them in another order. Then a malformed message is refused.
+// and receive them in another order.
 void messages(int n) {
   auto ranks = connected(n);
   auto mail = mailboxes(ranks);
@@ -77,21 +77,34 @@ void messages(int n) {
       }
     });
   for (auto& t : threads) t.join();
-  if (n < 2) return;
+}
 
+// Rank 1 has received messages through all slots, and finds that the channel is damaged.
+template <class Damage>
+void damaged(Damage damage) {
+  auto ranks = connected(2);
+  auto mail = mailboxes(ranks);
   std::byte buffer[8]{};
   std::int64_t source;
   const auto receive = [&] { return ::receive(*mail[1], buffer, 8, 1 << 24, 0, &source, false); };
-  send(*mail[0], buffer, 8, 1 << 24, 1, false);
+  for (int i = 0; i < kDepth; ++i) {
+    send(*mail[0], buffer, 8, 1 << 24, 1, false);
+    check(mail[1]->wait(receive(), 30), "a message");
+  }
   std::byte* base = nullptr;
   for (auto& [_, at] : mapped)
     if (*static_cast<std::uint64_t*>(at) != kMagic) base = static_cast<std::byte*>(at);
-  const Fifo<Envelope> channel{base + Fifo<Envelope>::size(kDepth, kSlab), kDepth, kSlab};  // from 0 to 1
-  std::memset(&channel.back(), 0x5a, sizeof(Envelope));
-  channel.push();
-  check(mail[1]->wait(receive(), 30), "a message that came, with one that is none behind it");
+  damage(base + Fifo<Envelope>::size(kDepth, kSlab));  // the channel from 0 to 1
   check(!mail[1]->wait(receive(), 30), "a message that is none");
   check(ranks[1]->failed()->failure == Failure::damaged && ranks[1]->failed()->rank == 0, "refused");
+}
+void damaged() {
+  damaged([](std::byte* at) {
+    const Fifo<Envelope> channel{at, kDepth, kSlab};
+    std::memset(&channel.back(), 0x5a, sizeof(Envelope));
+    channel.push();
+  });
+  damaged([](std::byte* at) { reinterpret_cast<Cursors*>(at)->head += 1ull << 40; });
 }
 
 // Each call makes progress on a long queue of sends, but does not block until it is empty.

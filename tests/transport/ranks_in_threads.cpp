@@ -261,7 +261,8 @@ int main(int count, char** arguments) {
   if (arguments[1] == std::string_view("bells")) return bells(), descriptors(), cores(), 0;
   if (arguments[1] == std::string_view("tapes")) return tapes(), 0;
   if (arguments[1] == std::string_view("direct")) return direct(std::atoi(arguments[2])), given_up(), 0;
-  if (arguments[1] == std::string_view("messages")) return messages(std::atoi(arguments[2])), queued(), 0;
+  if (arguments[1] == std::string_view("messages"))
+    return messages(std::atoi(arguments[2])), queued(), damaged(), 0;
   const int n = count - 2;
   char** paths = arguments + 2;
   if (arguments[1] == std::string_view("broadcast")) return results(n, paths, 1), 0;
