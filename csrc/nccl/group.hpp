@@ -165,7 +165,12 @@ template <class Call, class... Arguments>
 ncclResult_t enqueue(ncclComm* handle, const Call& call, const Arguments&... arguments) {
   ++group().depth;
   const Comm comm = find(handle);
-  const ncclResult_t result = comm ? call(comm, group(), arguments...) : ncclInvalidArgument;
+  ncclResult_t result = ncclInvalidArgument;
+  try {
+    if (comm) result = call(comm, group(), arguments...);
+  } catch (const std::exception&) {  // no memory; the caller is C
+    result = ncclSystemError;
+  }
   if (comm) group().comms.push_back(comm);
   if (group().error == ncclSuccess) group().error = result;
   const ncclResult_t ended = end_group();

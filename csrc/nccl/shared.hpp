@@ -133,7 +133,8 @@ inline int take(const Place& place, int ranks) {
   const int fd = open(path, O_RDWR | O_CLOEXEC);
   if (fd < 0) return -1;
   struct stat status;
-  bool good = fstat(fd, &status) == 0 && status.st_uid == geteuid();
+  bool good = fstat(fd, &status) == 0 && status.st_uid == geteuid() &&
+              std::size_t(status.st_size) >= Shared::size(1);
   if (good) {
     Shared first(fd, 1);
     int none = 0;

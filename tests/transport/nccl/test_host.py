@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
 import sys
@@ -33,6 +34,7 @@ only_with_host_nccl()
 
 UINT8, FLOAT = 1, 7
 INVALID_ARGUMENT, INVALID_USAGE, REMOTE = "INVALID_ARGUMENT", "INVALID_USAGE", "REMOTE_ERROR"
+SYSTEM_ERROR = "SYSTEM_ERROR"
 nccl: Any = binding(host=True)
 SECONDS = 120.0  # only a hang takes as long
 
@@ -115,6 +117,7 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
     "no such op": (lambda c: c.allReduce(AT, AT, 1, FLOAT, 5, 0), INVALID_ARGUMENT),
     "float8 is not added": (lambda c: c.allReduce(AT, AT, 1, 10, 0, 0), INVALID_ARGUMENT),
     "a root beyond the last": (lambda c: c.broadcast(AT, AT, 1, FLOAT, 3, 0), INVALID_ARGUMENT),
+    "too much for memory": (lambda c: c.allReduce(AT, AT, 1 << 50, FLOAT, 0, 0), SYSTEM_ERROR),
     "to itself, alone": (lambda c: c.send(AT, 1, FLOAT, 0, 0), INVALID_USAGE),
     "an end without a start": (lambda *_: nccl.groupEnd(), INVALID_USAGE),
 }
@@ -317,6 +320,11 @@ def test_foreign_and_forged_ids_are_refused():
     forged[8] ^= 1  # a byte of the token
     with pytest.raises(nccl.NcclError, match=INVALID_ARGUMENT):
         nccl.NcclCommunicator(1, bytes(forged), 0)
+    empty = os.memfd_create("foreign")
+    forged[24:32] = empty.to_bytes(8, "little")  # the descriptor
+    with pytest.raises(nccl.NcclError, match=INVALID_ARGUMENT):
+        nccl.NcclCommunicator(1, bytes(forged), 0)
+    os.close(empty)
 
 
 def test_nonblocking_communicators_are_refused():
