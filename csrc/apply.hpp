@@ -17,6 +17,18 @@ namespace ringdp {
 
 enum class Op { sum, prod, min, max, band, bor, bxor, avg };  // the order of transport.base.REDUCE_OPS
 
+// A byte that is true unless it is 0, as in torch, where `view(torch.bool)` makes any. C++'s bool may only be
+// 0 or 1: as its bytes, 1 && 2 was false.
+struct boolean {
+  std::uint8_t byte;
+  boolean() = default;
+  RINGDP_DEVICE boolean(bool x) : byte(x) {}
+  RINGDP_DEVICE operator bool() const { return byte != 0; }
+};
+
+template <class T>
+constexpr bool kHasBits = std::is_integral_v<T> || std::is_same_v<T, boolean>;  // for band, bor and bxor
+
 struct bfloat16 {
   std::uint16_t bits;
   RINGDP_DEVICE operator float() const {
@@ -97,18 +109,18 @@ RINGDP_DEVICE inline T apply(T a, T b) {
     const bool first = op == Op::min ? a < b : a > b;
     const bool negative = std::signbit(a) == (op == Op::min);
     return first || a != a || (a == b && negative) ? a : b;
-  } else if constexpr (op == Op::min) {
-    return a < b ? a : b;
-  } else if constexpr (op == Op::max) {
-    return a > b ? a : b;
   } else if constexpr (op == Op::band) {
     return a & b;
   } else if constexpr (op == Op::bor) {
     return a | b;
   } else if constexpr (op == Op::bxor) {
     return a ^ b;
-  } else if constexpr (std::is_same_v<T, bool>) {
-    return op == Op::sum ? a || b : a && b;
+  } else if constexpr (std::is_same_v<T, boolean>) {
+    return op == Op::sum || op == Op::max ? a || b : a && b;
+  } else if constexpr (op == Op::min) {
+    return a < b ? a : b;
+  } else if constexpr (op == Op::max) {
+    return a > b ? a : b;
   } else if constexpr (std::is_integral_v<T>) {  // wraps around, without signed overflow
     using U = std::conditional_t<(sizeof(T) < 4), std::uint32_t, std::make_unsigned_t<T>>;
     return T(op == Op::sum ? U(a) + U(b) : U(a) * U(b));
@@ -131,5 +143,5 @@ RINGDP_DEVICE inline T apply(T a, T b) {
   CALL(uint8, std::uint8_t)         \
   CALL(int32, std::int32_t)         \
   CALL(int64, std::int64_t)         \
-  CALL(bool, bool)                  \
+  CALL(bool, ringdp::boolean)       \
   CALL(int16, std::int16_t)

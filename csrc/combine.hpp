@@ -118,7 +118,7 @@ Dtype pick(Op op) {
     case Op::max: return made<Op::max, T>();
     default: break;
   }
-  if constexpr (std::is_integral_v<T>) {
+  if constexpr (kHasBits<T>) {
     if (op == Op::band) return made<Op::band, T>();
     if (op == Op::bor) return made<Op::bor, T>();
     if (op == Op::bxor) return made<Op::bxor, T>();

@@ -68,7 +68,7 @@ RINGDP_DEVICE inline void combine(Op op, Pack<W, K>& a, const Pack<W, K>& b) {
   if (op == Op::prod) return combine<Op::prod>(a, b);
   if (op == Op::min) return combine<Op::min>(a, b);
   if (op == Op::max) return combine<Op::max>(a, b);
-  if constexpr (std::is_integral_v<W>) {
+  if constexpr (kHasBits<W>) {
     if (op == Op::band) return combine<Op::band>(a, b);
     if (op == Op::bor) return combine<Op::bor>(a, b);
     if (op == Op::bxor) return combine<Op::bxor>(a, b);
@@ -141,7 +141,7 @@ template <class T>
 RINGDP_DEVICE void move_elements(const Team& team, const Move& m, Op op, int ranks) {
   constexpr int K = 16 / sizeof(T);
   // As many as the registers hold: integers of 8 and 16 bits are combined one by one.
-  constexpr int U = sizeof(T) == 4 ? 8 : std::is_integral_v<T> && sizeof(T) < 4 ? 2 : 4;
+  constexpr int U = sizeof(T) == 4 ? 8 : kHasBits<T> && sizeof(T) < 4 ? 2 : 4;
   i64 packs = 0;
   if (aligned(m.value) && aligned(m.with) && aligned(m.sum) && aligned(m.store) && aligned(m.send))
     packs = m.count / K;

@@ -202,6 +202,26 @@ def test_results_equal_torchs(ranks, n: int, what: Callable[[Communicator], None
     ranks(n)(what)
 
 
+def check_bytes_as_booleans(comm: Communicator) -> None:
+    """`view(torch.bool)` makes true bytes other than 1."""
+    all_bytes = torch.tensor([0, 1, 2, 255], dtype=torch.uint8)
+    given = all_bytes.repeat_interleave(4).repeat(20), all_bytes.repeat(80)
+    a, b = given[0] != 0, given[1] != 0
+    either, both = ("sum", "max", "bor"), ("prod", "min", "band")
+    expected = {**dict.fromkeys(either, a | b), **dict.fromkeys(both, a & b), "bxor": a ^ b}
+    for algorithm in ("direct", "ring"):
+        for op, result in expected.items():
+            x = given[comm.rank].clone()
+            comm.all_reduce(x.view(torch.bool), op=op, algorithm=algorithm)
+            assert (x != 0).equal(result), (algorithm, op)
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d", "peer-host"])
+@on_ranks(2)
+def test_a_boolean_is_true_unless_its_byte_is_0(comm: Communicator, transport: str) -> None:
+    over(comm, transport, check_bytes_as_booleans)
+
+
 DENORMAL_BITS = 71362  # the bits of a denormal float32; twice that is denormal too
 
 
