@@ -252,8 +252,8 @@ class Peers {
     return ready();
   }
 
-  template <class Ready>
   // Waits for about kLook, then looks for failures. Returns whether it is ready.
+  template <class Ready>
   bool wait_on(int peer, Ready ready, Other other) {
     // If other threads compute, a yield or a nap may take as long as their time slice.
     const auto look = std::min(patience_, Clock::now() + kLook);
