@@ -7,10 +7,12 @@ to a model is of torch's classes.
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+
+from ringdp.parallel.refuse import MissingAttribute
 
 
 class FullTensor(Tensor):
@@ -19,6 +21,10 @@ class FullTensor(Tensor):
     def full_tensor(self) -> Tensor:
         """The tensor itself, as a torch.Tensor (the name is DTensor's)."""
         return self.as_subclass(Tensor)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        whole = "load_state_dict with whole tensors, such as this one"
+        raise MissingAttribute("fully_shard, whose state_dict has no DTensors", name, whole)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return copy.deepcopy(self.full_tensor(), memo)

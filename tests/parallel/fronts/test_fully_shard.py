@@ -330,6 +330,8 @@ def test_state_dicts_become_ordinary_tensors(comm: Communicator, tmp_path: Path)
     loss(twin).backward()
     torch.testing.assert_close([*copy.deepcopy(twin).parameters()], [*net().parameters()])
     assert isinstance(state["0.0.weight"], FullTensor)
+    with pytest.raises(UsageError, match=r"no DTensors: device_mesh .* whole tensors"):
+        state["0.0.weight"].device_mesh  # noqa: B018
     assert model.state_dict(keep_vars=True)["0.0.weight"] is model[0][0].weight
     model.engine.close()
 
