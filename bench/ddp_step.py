@@ -39,6 +39,7 @@ from bench import jobs
 from bench.results import parser
 from bench.turns import ROUNDS, STARTS, Row, between_jobs, interleaved, longer, rows
 from ringdp.cli import gpt
+from ringdp.cli.bench.machine import describe
 from ringdp.cli.files import write_json
 from ringdp.transport import heap
 from ringdp.transport.base import Link
@@ -77,13 +78,13 @@ class Overlap:
 
 
 def main() -> None:
-    arguments = parser(__doc__, ROUNDS).parse_args()
+    arguments, machine = parser(__doc__, ROUNDS).parse_args(), describe(RANKS)
     ways = {way: partial(train, way, "torch", wrapped) for way in WAYS}
     times = between_jobs(RANKS, ways, arguments.rounds)
     steps = rows(times, alone="alone", apart="apart", peer="torch", kept=f"torch{KEPT}")
     links = [jobs.run(RANKS, overlapped, -(-arguments.rounds // 3)) for _ in range(STARTS)]
     overlaps = [typical(found) for found in zip(*links, strict=True)]
-    write_json(arguments.json, report(steps, overlaps))
+    write_json(arguments.json, {"machine": machine} | report(steps, overlaps))
 
 
 def report(steps: Sequence[Row], overlaps: Sequence[Any]) -> dict[str, object]:

@@ -52,7 +52,7 @@ SIDE_BY_SIDE = ("-n", "8") if find_spec("xdist") else ()
 FEW_THREADS = ("env", "OMP_NUM_THREADS=2")  # per process
 OPTIONS = ("-vv", "-rs", "--tb=short", "--durations=5", "-m", "gpu")
 PYTEST = (*FEW_THREADS, sys.executable, "-m", "pytest", *OPTIONS)
-MAIN = (sys.executable, "-c", "import sys; from ringdp.cli.main import main; sys.exit(main())")
+MAIN = (sys.executable, "-m", "ringdp")
 PEER_BYTES = (1 << 20, 16 << 20, 64 << 20)  # of a rank's buffer
 ROUNDS = 8  # the first two warm up; sums on 8 ranks reach 8^8, which is exact in float32
 PACKAGES = ("ringdp", "torch", "triton", "numpy", "cupy-cuda12x", "cupy-cuda13x")

@@ -22,6 +22,7 @@ import ringdp
 from bench import jobs
 from bench.program import compiled
 from bench.results import parser
+from ringdp.cli.bench.machine import describe
 from ringdp.cli.files import write_json
 
 RANKS = 2
@@ -49,11 +50,11 @@ class Row:
 
 
 def main() -> None:
-    arguments = parser(__doc__).parse_args()
+    arguments, machine = parser(__doc__).parse_args(), describe(RANKS)
     rows = jobs.run(RANKS, measured)
     for row in rows:
         print(f"{row.bytes:>9,} bytes: {row.cost_us:.2f} µs, {100 * row.ratio:.1f} %  {row}")
-    write_json(arguments.json, rows)
+    write_json(arguments.json, {"machine": machine, "rows": rows})
 
 
 def measured() -> list[Row]:

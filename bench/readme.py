@@ -8,7 +8,8 @@ The text between `<!-- name -->` and `<!-- /name -->` in a page is what PARTS[na
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ PAGES = README, SPEED = ROOT / "README.md", ROOT / "docs" / "speed.md"
 PART = re.compile(r"(<!-- (\w+) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
 FIGURE = RESULTS / "ring.svg"
 LESS = "↓"
+Machine = dict[str, str]  # as `ringdp.cli.bench.machine` describes it
 PLOTS = {
     "all_reduce": "busbw of all_reduce by size: measured, predicted, bound, and peers",
     "all_gather": "the same for all_gather",
@@ -102,14 +104,10 @@ def ratios() -> str:
     lines.append([everything, "1.0", *cells])
     names = ["by medians", "by minima", "another machine, by medians", "by minima"]
     table = markdown(["case", "promised, by medians", *names], lines)
-    loads = [
-        sorted(float(found.machine["load"].split()[0]) for found in of_suite(where))
-        for where in places
-    ]
-    here, there = (f"{found[0]:.1f} to {found[-1]:.1f}" for found in loads)
+    other = [found.machine for found in of_suite(OTHER)]
     return (
-        f"{table}\n\n{LESS}: less than is promised. The load was {here} when these runs began; the "
-        f"other machine, with {there}: {_on(OTHER)}."
+        f"{table}\n\n{LESS}: less than is promised. The other machine: {_on(other[0])}, "
+        f"{_loads(other)}."
     )
 
 
@@ -150,7 +148,7 @@ def plots() -> str:
 
 def guard() -> str:
     """From `python -m bench.guard`."""
-    rows = [Row(**row) for row in load("guard")]
+    rows = [Row(**row) for row in load("guard")["rows"]]
     costs = [f"{r.cost_us:.2f} µs ({r.ratio:.1%}) of {bytes_text(r.bytes)}" for r in rows]
     return (
         "What a call pays for saying what it does, should it hang (`bench/guard.py`): "
@@ -160,7 +158,7 @@ def guard() -> str:
 
 def small() -> str:
     """From `python -m bench.small`."""
-    found = Small(**load("small"))
+    found = Small(**load("small")["times"])
     parts = [f"{us:.2f} µs of {bytes_text(int(size))}" for size, us in found.exchange_us.items()]
     return (
         f"What a small call is made of (`bench/small.py`): the exchange, in a loop of C++ on two "
@@ -171,16 +169,34 @@ def small() -> str:
     )
 
 
-def machine() -> str:
-    found = read(RESULTS / "all_reduce.json")
-    with_ = "; ".join(found.contenders.values())
-    began = found.machine["load"].split()[0]
-    return f"On {_on(RESULTS)}, load {began} when it began: {with_}."
+def contenders() -> str:
+    return f"They are {'; '.join(read(RESULTS / 'all_reduce.json').contenders.values())}."
 
 
-def _on(results: Path) -> str:
-    on = read(results / "all_reduce.json").machine
-    return f"{on['cores']} cores of an {on['cpu']} ({on['caches']}), kernel {on['kernel']}"
+def machines() -> str:
+    """The machine of most results, then others with the names of theirs."""
+    found: dict[str, dict[str, Machine]] = defaultdict(dict)
+    for file in sorted(RESULTS.glob("*.json")):
+        if "machine" in (contents := load(file.stem)):
+            found[_on(contents["machine"])][file.stem] = contents["machine"]
+    (on, most), *others = sorted(found.items(), key=lambda item: -len(item[1]))
+    parts = [
+        f"All that ran on a CPU did so on {on}, {_loads(most.values())}",
+        *(f"but {', '.join(of)} on {on}, {_loads(of.values())}" for on, of in others),
+    ]
+    return f"{'; '.join(parts)}."
+
+
+def _on(machine: Machine) -> str:
+    return (
+        f"{machine['cores']} cores of an {machine['cpu']} ({machine['caches']}), kernel "
+        f"{machine['kernel']}"
+    )
+
+
+def _loads(machines: Iterable[Machine]) -> str:
+    began = sorted(float(machine["load"].split()[0]) for machine in machines)
+    return f"with a load of {began[0]:.1f} to {began[-1]:.1f} when a run began"
 
 
 def torch_backend() -> str:
@@ -259,7 +275,19 @@ def trace() -> str:
 PARTS: dict[str, Callable[[], str]] = {
     part.__name__: part
     for part in (
-        *(best, stages, all_reduce, machine, plots, ratios, small, guard, ddp_step, zero_step),
+        *(
+            machines,
+            best,
+            stages,
+            all_reduce,
+            contenders,
+            plots,
+            ratios,
+            small,
+            guard,
+            ddp_step,
+            zero_step,
+        ),
         *(torch_backend, link, plan, trace, error, cpu_kernels, kernels, nccl, peer_memory),
     )
 }

@@ -21,6 +21,7 @@ import ringdp
 from bench.program import compiled
 from bench.results import parser
 from ringdp.cli.bench.kernels import by_the_clock
+from ringdp.cli.bench.machine import describe
 from ringdp.cli.files import write_json
 
 BYTES = (1 << 10, 4 << 10)
@@ -60,10 +61,10 @@ def _best_us(call: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    path = parser(__doc__).parse_args().json
+    arguments, machine = parser(__doc__).parse_args(), describe(2)
     found = measured()
     print(found)
-    write_json(path, found)
+    write_json(arguments.json, {"machine": machine, "times": found})
 
 
 if __name__ == "__main__":

@@ -1,14 +1,16 @@
-"""Runs the comparisons that docs/speed.md reports, and writes a file of bench/results for each.
+"""Runs all benches on a CPU that docs/speed.md reports; each writes a file of bench/results.
 
     pip install 'ringdp[bench]'
-    python -m bench.suite                  # all, some 20 minutes
+    python -m bench.suite                  # all, some 50 minutes
     python -m bench.suite all_reduce --rounds 4 --max 4M
 
-Nothing else should run meanwhile. Each file records the machine's load.
+Nothing else should run meanwhile. Each file records the machine and its load.
 """
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -37,23 +39,37 @@ RUNS: dict[str, Options] = {
     **{f"{name}_8": Options(name, ranks=8, peer="gloo") for name in EVEN},
 }
 
+MODULES = ("small", "guard", "ddp_step", "zero_step", "torch_backend", "trace", "plan", "link")
+OTHERS: dict[str, str] = {  # python's arguments but `--json FILE`
+    **{name: f"-m bench.{name}" for name in MODULES},
+    "kernels": "-m ringdp bench kernels --min 4K --max 64M --factor 16 --rounds 20",
+    "error": "-m ringdp bench error",
+}
+
 
 def main(
-    names: Annotated[list[str] | None, typer.Argument(help=", ".join(RUNS))] = None,
-    rounds: Annotated[int, typer.Option(help="of each contender")] = Options.rounds,
-    max: Annotated[str, typer.Option(help="no buffer is larger")] = Options.max,
+    names: Annotated[list[str] | None, typer.Argument(help=", ".join([*RUNS, *OTHERS]))] = None,
+    rounds: Annotated[
+        int, typer.Option(help="of each contender, where libraries are compared")
+    ] = Options.rounds,
+    max: Annotated[str, typer.Option(help="there, no buffer is larger")] = Options.max,
     into: Annotated[
         Path, typer.Option(help="a folder: bench/results/other is for a second machine's")
     ] = RESULTS,
 ) -> int:
     codes = [0]
     for name in names or ():
-        if name not in RUNS:
-            raise UsageError(f"no run {name!r}; there are {', '.join(RUNS)}")
+        if name not in RUNS and name not in OTHERS:
+            raise UsageError(f"no run {name!r}; there are {', '.join([*RUNS, *OTHERS])}")
     into.mkdir(parents=True, exist_ok=True)
-    for name in names or RUNS:
-        options = replace(RUNS[name], rounds=rounds, max=max, json=into / f"{name}.json")
-        codes.append(bench(options, plain()))
+    for name in names or [*RUNS, *OTHERS]:
+        file = into / f"{name}.json"
+        if name in RUNS:
+            options = replace(RUNS[name], rounds=rounds, max=max, json=file)
+            codes.append(bench(options, plain()))
+        else:
+            command = [sys.executable, *OTHERS[name].split(), "--json", str(file)]
+            codes.append(subprocess.run(command, check=False).returncode)
     return sorted(codes)[-1]
 
 

@@ -30,10 +30,8 @@ def bytes_text(size: int) -> str:
 
 
 def cpu_kernels() -> str:
-    """From `ringdp bench kernels --min 4K --max 64M --factor 16 --rounds 20 --json
-    bench/results/kernels.json` on a machine without a GPU."""
-    found = load("kernels")
-    rows = [Kernel(**row) for row in found["rows"]]
+    """From `python -m bench.suite kernels` on a machine without a GPU."""
+    rows = [Kernel(**row) for row in load("kernels")["rows"]]
     sizes = sorted({row.size for row in rows})
     lines = []
     for kernel in dict.fromkeys(row.kernel for row in rows):
@@ -46,12 +44,7 @@ def cpu_kernels() -> str:
                 f"{ours:,.3g} ({least:.2f})" if ours < 1000 else f"{ours:,.0f} ({least:.2f})"
             )
         lines.append([kernel, *cells])
-    on = found["machine"]
-    table = markdown(["µs (× best of torch)", *map(bytes_text, sizes)], lines)
-    return (
-        f"{table}\n\nOn {on['cores']} cores of an {on['cpu']} ({on['caches']}), as many threads, "
-        f"load {on['load'].split()[0]}."
-    )
+    return markdown(["µs (× best of torch)", *map(bytes_text, sizes)], lines)
 
 
 def link_rows() -> list[LinkRow]:
@@ -107,7 +100,7 @@ def _collectives() -> str:
 
 
 def error() -> str:
-    """From `ringdp bench error --json bench/results/error.json`."""
+    """From `python -m bench.suite error`."""
     rows = [Row(**row) for row in load("error")]
     rows = [row for row in rows if (row.ranks, row.inputs) == (64, "positive")]
     greatest = {(row.algorithm, row.dtype): row.max for row in rows}

@@ -23,6 +23,7 @@ from bench import jobs
 from bench.ddp_step import batch, stepper
 from bench.results import parser
 from ringdp.cli import gpt
+from ringdp.cli.bench.machine import describe
 from ringdp.cli.files import write_json
 from ringdp.tape import recorder
 
@@ -51,11 +52,12 @@ class Row:
 
 
 def main() -> None:
-    arguments = parser(__doc__, ROUNDS).parse_args()
+    arguments, machine = parser(__doc__, ROUNDS).parse_args(), describe(RANKS)
     rows = jobs.run(RANKS, measured, arguments.rounds)
     for row in rows:
         print(f"{row.slower:+.1%}: {row}")
-    write_json(arguments.json, {"ranks": RANKS, "rounds": arguments.rounds, "rows": rows})
+    found = {"machine": machine, "ranks": RANKS, "rounds": arguments.rounds, "rows": rows}
+    write_json(arguments.json, found)
 
 
 def measured(rounds: int) -> list[Row]:

@@ -39,6 +39,7 @@ from bench.results import parser
 from bench.torch_backend import fsdp2
 from bench.turns import ROUNDS, between_jobs, interleaved, longer, rows
 from ringdp.cli import gpt
+from ringdp.cli.bench.machine import describe
 from ringdp.cli.files import write_json
 from ringdp.parallel.accounting.dry_run import iteration
 from ringdp.tape import recorder
@@ -49,12 +50,13 @@ AHEAD = (1, 3)  # blocks gathered ahead of their use
 
 
 def main() -> None:
-    arguments = parser(__doc__, ROUNDS).parse_args()
+    arguments, machine = parser(__doc__, ROUNDS).parse_args(), describe(RANKS)
     overlaps, spans = jobs.run(RANKS, overlapped, arguments.rounds)
     ways = {way: partial(train, way, FSDP2, wrapped) for way in WAYS}
     times = between_jobs(RANKS, ways, arguments.rounds)
     steps = rows(times, alone="alone", peer=FSDP2, kept=f"{FSDP2}{KEPT}")
-    write_json(arguments.json, report(steps, overlaps) | {"spans": spans})
+    found = {"machine": machine} | report(steps, overlaps) | {"spans": spans}
+    write_json(arguments.json, found)
 
 
 def wrapped(way: str, model: gpt.GPT) -> nn.Module:

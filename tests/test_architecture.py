@@ -37,6 +37,7 @@ MAY = {
     "parallel": {"comm", "kernels", "tape", "errors"},
     "cli": {"schedule", "transport", "comm", "parallel", "kernels", "tape", "errors", "", "_core"},
     "": {"comm", "parallel", "errors"},
+    "__main__": {"cli"},
 }
 # Package -> the third-party packages that it may import, besides the standard library.
 OUTSIDE = {
@@ -49,6 +50,7 @@ OUTSIDE = {
     "parallel": {"torch", "safetensors"},
     "cli": {"torch", "numpy", "typer", "rich", "click", "mpi4py"},
     "": set(),
+    "__main__": set(),
 }
 
 

@@ -2,6 +2,8 @@
 allowed."""
 
 import re
+import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -104,3 +106,13 @@ def test_the_help_is_not_cut_off(
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"ringdp {metadata.version('ringdp')}\n"
+
+
+def test_the_command_runs_as_a_module() -> None:
+    shown = subprocess.run(
+        [sys.executable, "-m", "ringdp", "--version"],
+        check=True,
+        capture_output=True,
+        encoding="utf-8",
+    )
+    assert shown.stdout == f"ringdp {metadata.version('ringdp')}\n"
