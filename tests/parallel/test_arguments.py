@@ -97,7 +97,11 @@ def test_buffers_that_cannot_take_rank_0s_values_are_refused(comm):
         ({"backward_prefetch": BackwardPrefetch.BACKWARD_POST}, "BACKWARD_POST"),
         ({"mixed_precision": torch.bfloat16}, "mixed_precision=torch.bfloat16"),
         ({"mixed_precision": MixedPrecision(keep_low_precision_grads=True)}, "keep_low_precision"),
-        ({"auto_wrap_policy": CustomPolicy(bool)}, "a partial of lambda_auto_wrap_policy"),
+        ({"auto_wrap_policy": 3}, "auto_wrap_policy=3; .* a partial of lambda_auto_wrap_policy"),
+        (
+            {"auto_wrap_policy": CustomPolicy(lambda _: {"device_id": 0})},
+            r"gives a Sequential \{'device_id': 0\}; allowed: True or False",
+        ),
         ({"process_group": 3}, "allowed: a ringdp.Communicator"),
         pytest.param(
             {"device_id": "cuda"},
@@ -111,6 +115,14 @@ def test_fully_sharded_data_parallel_refuses_wrong_arguments(comm, wrong, messag
     with pytest.raises(UsageError, match=message) as error:
         fronts.FullyShardedDataParallel(**({"module": net(), "process_group": comm} | wrong))
     assert "\n" not in str(error.value)
+
+
+def test_a_custom_policy_chooses_the_units(comm):
+    model = net()
+    policy = CustomPolicy(lambda module: module in (model, model[0], model[2]))
+    wrapped = fronts.FullyShardedDataParallel(model, comm, auto_wrap_policy=policy)
+    assert [unit.plan.name for unit in wrapped.engine.units] == ["", "0", "2"]
+    wrapped.engine.close()
 
 
 def test_batch_norms_stay_in_float32_as_with_torch(comm):

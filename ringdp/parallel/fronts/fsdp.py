@@ -109,11 +109,6 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
             limit_all_gathers=(limit_all_gathers, True),
             ignored_states=(ignored_states or None, None),
         )
-        if not (auto_wrap_policy is None or callable(auto_wrap_policy)):
-            raise UsageError(
-                f"FullyShardedDataParallel: auto_wrap_policy={auto_wrap_policy!r}; allowed: a "
-                "ModuleWrapPolicy, a function such as a partial of lambda_auto_wrap_policy, or None"
-            )
         stage = STAGES[name]
         offloads = cpu_offload is not None and field("cpu_offload", cpu_offload, "offload_params")
         precision = precision_of(mixed_precision, wraps=auto_wrap_policy is not None)
@@ -126,9 +121,9 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
                 " the same sharding_strategy, cpu_offload and mixed_precision, no auto_wrap_policy"
             )
         units = {unit.module for m in inner for unit in m.engine.units}
-        take_in(inner)
-        if auto_wrap_policy:
+        if auto_wrap_policy is not None:
             units = units_of(module, auto_wrap_policy)
+        take_in(inner)
         self.module = module
         self._state_configs: tuple[Any, Any] = (None, None)  # the model's, the optimizer's
         self.engine = shard(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,10 +34,28 @@ def _refused(device_id: object, why: str) -> UsageError:
     return UsageError(f"FullyShardedDataParallel(device_id={device_id!r}): {why}")
 
 
-def units_of(model: nn.Module, policy: Callable[..., bool]) -> set[nn.Module]:
-    """The modules that torch would wrap."""
-    from torch.distributed.fsdp.wrap import _recursive_wrap  # who has a policy has loaded it
+def units_of(model: nn.Module, policy: Any) -> set[nn.Module]:
+    """The modules that torch would wrap. Raises UsageError for what is no policy, or asks for other
+    arguments for some."""
+    from torch.distributed.fsdp.wrap import (  # who has a policy has loaded it
+        CustomPolicy,
+        _recursive_wrap,
+    )
 
+    if isinstance(policy, CustomPolicy):
+        found = policy._run_policy(model, set(), {})
+        for module, asked in found.items():
+            if asked:
+                raise UsageError(
+                    f"FullyShardedDataParallel: the CustomPolicy gives a {type(module).__name__} "
+                    f"{asked}; allowed: True or False, and the same arguments for all modules"
+                )
+        return {*found} - {model}
+    if not callable(policy):
+        raise UsageError(
+            f"FullyShardedDataParallel: auto_wrap_policy={policy!r}; allowed: a ModuleWrapPolicy, a"
+            " CustomPolicy, a function such as a partial of lambda_auto_wrap_policy, or None"
+        )
     chosen: set[nn.Module] = set()
 
     def choose(module: nn.Module) -> nn.Module:
