@@ -37,19 +37,15 @@ def flatten(
     """
     if out.is_cuda:
         flatten_triton(tensors, out, scale, offsets)
-        return
-    if host.flatten(tensors, out, offsets, scale, torch.get_num_threads()):
-        increment_version(out)
-        return
-    check(tensors, out, offsets, "out")
-    for dtype in {x.dtype for x in tensors}:
-        check_scale(scale, dtype, out.dtype)
-    check_storage(out, *tensors)
-    dense = [x.contiguous() for x in tensors]
-    if host.flatten(dense, out, offsets, scale, torch.get_num_threads()):
-        increment_version(out)
-    else:
-        flatten_torch(tensors, out, scale, offsets)
+    elif not host.flatten(tensors, out, offsets, scale, torch.get_num_threads()):
+        check(tensors, out, offsets, "out")
+        for dtype in {x.dtype for x in tensors}:
+            check_scale(scale, dtype, out.dtype)
+        check_storage(out, *tensors)
+        dense = [x.contiguous() for x in tensors]
+        if not host.flatten(dense, out, offsets, scale, torch.get_num_threads()):
+            flatten_torch(tensors, out, scale, offsets)
+    increment_version(out)
 
 
 @torch.no_grad()

@@ -49,11 +49,17 @@ def fold(parts: Tensor, out: Tensor, own: Tensor | None = None, at: int = 0) -> 
     """
     tensors = [parts, out] if own is None else [parts, own, out]
     if out.is_cuda:
-        if _repeats.again(tensors, [at], ()):
-            return
-    elif host.fold(parts, out, own, at, torch.get_num_threads()):
-        increment_version(out)
-        return
+        done = _repeats.again(tensors, [at], ())
+    else:
+        done = host.fold(parts, out, own, at, torch.get_num_threads())
+    if not done:
+        _checked(tensors, parts, out, own, at)
+    increment_version(out)
+
+
+def _checked(
+    tensors: list[Tensor], parts: Tensor, out: Tensor, own: Tensor | None, at: int
+) -> None:
     shape = parts.shape
     if len(shape) != 2 or shape[0] == 0 or (shape[1],) != out.shape:
         raise ValueError(
@@ -80,11 +86,7 @@ def fold(parts: Tensor, out: Tensor, own: Tensor | None = None, at: int = 0) -> 
     wide = target if whole else wide_dtype(source, target)
     if out.is_cuda:
         _repeats.keep(tensors, [at], fold_triton(parts, out, wide, own, at))
-    elif host.fold(
-        parts, out, own, at, torch.get_num_threads()
-    ):  # unsigned integers as signed ones
-        increment_version(out)
-    else:
+    elif not host.fold(parts, out, own, at, torch.get_num_threads()):  # unsigned ones as signed
         check_storage(*tensors)
         fold_torch(parts, out, wide, own, at)
 

@@ -48,16 +48,21 @@ def stochastic_round(x: Tensor, out: Tensor, *, seed: int, offset: int = 0) -> N
     `offset` is the index of x[0] in the whole that x is a shard of. Use another `seed`, in
     [0, 2^64), for every step. Raises ValueError on any other dtype, shape, layout, device or seed.
     """
-    tensors = [x, out]
     valid = 0 <= seed < 1 << 64 and 0 <= offset <= MOST - x.numel()
-    one = valid and offset % HALF + x.numel() <= HALF
-    if one and x.is_cuda and _repeats.again(tensors, None, late(keys(seed), offset)):
-        return
-    if one and not x.is_cuda:
-        hashed = (*late(keys(seed), offset), FIRST, SECOND)
-        if host.stochastic_round(x, out, hashed, torch.get_num_threads()):
-            increment_version(out)
-            return
+    done = False
+    if valid and offset % HALF + x.numel() <= HALF:
+        hashed = late(keys(seed), offset)
+        if x.is_cuda:
+            done = _repeats.again([x, out], None, hashed)
+        else:
+            constants = (*hashed, FIRST, SECOND)
+            done = host.stochastic_round(x, out, constants, torch.get_num_threads())
+    if not done:
+        _checked(x, out, seed, offset, valid=valid)
+    increment_version(out)
+
+
+def _checked(x: Tensor, out: Tensor, seed: int, offset: int, *, valid: bool) -> None:
     for name, tensor, dtype in (("x", x, torch.float32), ("out", out, torch.bfloat16)):
         if tensor.dim() != 1 or tensor.dtype != dtype or not tensor.is_contiguous():
             raise ValueError(
@@ -73,14 +78,14 @@ def stochastic_round(x: Tensor, out: Tensor, *, seed: int, offset: int = 0) -> N
     if x.is_cuda:
         launches = stochastic_round_triton(x, out, keys(seed), offset)
         if len(launches) == 1:  # each has a place of its own
-            _repeats.keep(tensors, None, launches)
+            _repeats.keep([x, out], None, launches)
         return
     until = HALF - offset % HALF
     if until < x.numel():  # the rest has another upper half
         stochastic_round(x[:until], out[:until], seed=seed, offset=offset)
         stochastic_round(x[until:], out[until:], seed=seed, offset=offset + until)
     else:
-        check_storage(*tensors)
+        check_storage(x, out)
         stochastic_round_torch(x, out, keys(seed), offset)
 
 

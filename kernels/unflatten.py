@@ -35,24 +35,17 @@ def unflatten(
     """
     if flat.is_cuda:
         unflatten_triton(flat, tensors, scale, offsets)
-        return
-    if host.unflatten(flat, tensors, offsets, scale, torch.get_num_threads()):
-        increment_version(tensors)
-        return
-    check(tensors, flat, offsets, "flat")
-    for dtype in {x.dtype for x in tensors}:
-        check_scale(scale, flat.dtype, dtype)
-    check_storage(flat, *tensors)
-    dense = [x if x.is_contiguous() else empty(x) for x in tensors]
-    if not host.unflatten(flat, dense, offsets, scale, torch.get_num_threads()):
-        unflatten_torch(flat, tensors, scale, offsets)
-        return
-    with torch.no_grad():
-        for x, filled in zip(tensors, dense, strict=True):
-            if x is filled:
-                increment_version(x)
-            else:
-                x.copy_(filled)
+    elif not host.unflatten(flat, tensors, offsets, scale, torch.get_num_threads()):
+        check(tensors, flat, offsets, "flat")
+        for dtype in {x.dtype for x in tensors}:
+            check_scale(scale, flat.dtype, dtype)
+        check_storage(flat, *tensors)
+        dense = [x if x.is_contiguous() else empty(x) for x in tensors]
+        if host.unflatten(flat, dense, offsets, scale, torch.get_num_threads()):
+            _copy(dense, tensors)
+        else:
+            unflatten_torch(flat, tensors, scale, offsets)
+    increment_version(tensors)
 
 
 @torch.no_grad()
@@ -70,8 +63,13 @@ def unflatten_triton(
         return
     dense = [empty(x) for x in tensors]
     unflatten_triton(flat, dense, scale, offsets)
-    with torch.no_grad():
-        for x, filled in zip(tensors, dense, strict=True):
+    _copy(dense, tensors)
+
+
+@torch.no_grad()
+def _copy(dense: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    for x, filled in zip(tensors, dense, strict=True):
+        if x is not filled:
             x.copy_(filled)
 
 

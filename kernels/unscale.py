@@ -40,11 +40,17 @@ def unscale(x: Tensor, out: Tensor, found: Tensor, *, scale: float) -> None:
     ValueError on an unsupported dtype, shape, layout or device.
     """
     if x.is_cuda:
-        if abs(scale) <= ANY_SCALE and _repeats.again([x, out, found], None, (scale,)):
-            return
-    elif host.unscale(x, out, found, scale, torch.get_num_threads()):
-        increment_version([out, found])
-        return
+        if not (abs(scale) <= ANY_SCALE and _repeats.again([x, out, found], None, (scale,))):
+            _check(x, out, found, scale)
+            _repeats.keep([x, out, found], None, unscale_triton(x, out, found, scale))
+    elif not host.unscale(x, out, found, scale, torch.get_num_threads()):
+        _check(x, out, found, scale)
+        check_storage(x, out, found)
+        unscale_torch(x, out, found, scale)
+    increment_version([out, found])
+
+
+def _check(x: Tensor, out: Tensor, found: Tensor, scale: float) -> None:
     if x.dim() != 1 or x.shape != out.shape or not (x.is_contiguous() and out.is_contiguous()):
         raise ValueError(
             f"x and out must be contiguous and [elems], not {list(x.shape)} with strides "
@@ -55,11 +61,6 @@ def unscale(x: Tensor, out: Tensor, found: Tensor, *, scale: float) -> None:
     if not x.device == out.device == found.device:
         raise ValueError(f"x is on {x.device}, out on {out.device}, found on {found.device}")
     check_scale(scale, x.dtype, out.dtype)
-    if x.is_cuda:
-        _repeats.keep([x, out, found], None, unscale_triton(x, out, found, scale))
-    else:
-        check_storage(x, out, found)
-        unscale_torch(x, out, found, scale)
 
 
 @torch.no_grad()

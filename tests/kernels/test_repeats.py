@@ -67,6 +67,15 @@ CALLS = {
         (-1e39,),
     ),
 }
+WRITTEN = {
+    "fold": [FLAT],
+    "fold with one elsewhere": [FLAT],
+    "unscale": [HALF, FOUND],
+    "stochastic_round": [HALF],
+    "adamw": [FLAT, AVG, AVG_SQ, HALF],
+    "flatten": [FLAT],
+    "unflatten": LIST,
+}
 for_every_kernel = pytest.mark.parametrize("name", CALLS)
 
 
@@ -98,6 +107,17 @@ def test_a_repeated_call_makes_the_same_launch(
         worked_out, again, other = (x[:1] + x[2:] for x in (worked_out, again, other))
     assert again == worked_out
     assert (other == again) == (first == second)
+
+
+@for_every_kernel
+def test_autograd_sees_every_write(dispatch: Dispatch, name: str) -> None:
+    module, call, (value, _), _ = CALLS[name]
+    replace_kernel(dispatch, module)
+    for _ in range(3):  # by Triton, prepared, repeated
+        before = [x._version for x in WRITTEN[name]]
+        call(value)
+        assert all(x._version > v for x, v in zip(WRITTEN[name], before, strict=True))
+    assert len(dispatch.launched) == 3
 
 
 def test_compiled_code_launches_and_repeats(
