@@ -105,7 +105,7 @@ def test_many_small_buffers_are_priced_as_one_that_exceeds_the_cache(tmp_path):
     gpus = tmp_path / "gpus.json"
     rows = [r | {"transport": "nccl"} for r in ours]
     gpus.write_text(json.dumps(report | {"rows": rows}), encoding="utf-8")
-    assert planned(**given, network=str(gpus))[2][0].step.communication < least / 2
+    assert planned(**given, network=str(gpus))[2][0].step.communication < 0.9 * least
 
 
 def test_an_optimizer_in_host_memory_is_priced_at_its_rate(tmp_path):
