@@ -74,7 +74,7 @@ def best() -> str:
 
 
 def stages() -> str:
-    """Bytes per rank of the demo, from `ringdp train --json bench/results/train.json`."""
+    """Bytes per rank of the demo, from `python -m bench.suite train`."""
     runs = load("train")
     lines = []
     for run in runs:
@@ -275,20 +275,9 @@ def trace() -> str:
 PARTS: dict[str, Callable[[], str]] = {
     part.__name__: part
     for part in (
-        *(
-            machines,
-            best,
-            stages,
-            all_reduce,
-            contenders,
-            plots,
-            ratios,
-            small,
-            guard,
-            ddp_step,
-            zero_step,
-        ),
-        *(torch_backend, link, plan, trace, error, cpu_kernels, kernels, nccl, peer_memory),
+        *(best, stages, machines, all_reduce, contenders, plots, ratios, small, guard),
+        *(ddp_step, zero_step, torch_backend, link, plan, trace, error, cpu_kernels),
+        *(kernels, nccl, peer_memory),
     )
 }
 

@@ -1,10 +1,10 @@
-"""Runs all benches on a CPU that docs/speed.md reports; each writes a file of bench/results.
+"""Runs all that README and docs/speed.md report of a CPU; each run writes a file of bench/results.
 
     pip install 'ringdp[bench]'
     python -m bench.suite                  # all, some 50 minutes
     python -m bench.suite all_reduce --rounds 4 --max 4M
 
-Nothing else should run meanwhile. Each file records the machine and its load.
+Nothing else should run meanwhile. Files with times record the machine and its load.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ OTHERS: dict[str, str] = {  # python's arguments but `--json FILE`
     **{name: f"-m bench.{name}" for name in MODULES},
     "kernels": "-m ringdp bench kernels --min 4K --max 64M --factor 16 --rounds 20",
     "error": "-m ringdp bench error",
+    "train": "-m ringdp train",
 }
 
 
