@@ -28,8 +28,10 @@ class Mailbox {
             bool background) {
     const auto lock = turn();
     messages_.reserve(to);
-    messages_.send(ticket, data, bytes, kind, to);
-    if (!dead()) messages_.push(to);
+    attempt([&] {
+      messages_.send(ticket, data, bytes, kind, to);
+      if (!dead()) messages_.push(to);
+    });
     if (background) wake();
   }
 

@@ -14,17 +14,19 @@ namespace hostnccl {
 class Pause {
  public:
   void rest() {
-    if (++times_ < 64) {
+    if (times_ < kMost) ++times_;
+    if (times_ < 64) {
       sched_yield();
       return;
     }
-    const timespec nap{0, times_ < 1024 ? 20'000 : 200'000};  // ns
+    const timespec nap{0, times_ < kMost ? 20'000 : 200'000};  // ns
     nanosleep(&nap, nullptr);
   }
   void reset() { times_ = 0; }
 
  private:
-  int times_ = 0;
+  static constexpr int kMost = 1024;
+  int times_ = 0;  // up to kMost
 };
 
 }  // namespace hostnccl
