@@ -40,7 +40,7 @@ from ringdp.parallel.precision import Precision
 from ringdp.parallel.reducing import Reducing
 from ringdp.parallel.stages import Stage
 from ringdp.parallel.unit import FlatUnit, State
-from ringdp.parallel.values.inputs import called, cast_at, move_inputs
+from ringdp.parallel.values.inputs import called, cast_at, cast_output, move_inputs
 from ringdp.parallel.values.outputs import UnitOutputs
 from ringdp.tape import recorder
 
@@ -93,7 +93,7 @@ class Engine:
             self._follow(indices, UnitOutputs(module, [units[i] for i in indices], of))
         for module in called(model):
             move_inputs(module, self.device, add_hook)
-        cast_at(model, of, precision, lambda: not self._summoned, add_hook)
+        cast_at(model, of, precision, self._computes, add_hook)
         state_dict.guard(model, whole, lambda: whole() and self._writes, add_hook)
         state_dict.own_storages(model, units, add_hook)
         parameters = [p for unit in units for p in unit.parameters]
@@ -109,6 +109,10 @@ class Engine:
         """A `guards.copies.AddHook`."""
         hook = copies.EngineHook(call, may_copy=self._rests_whole)
         self._handles.append(register(hook, **options))
+
+    def cast_output(self, module: nn.Module, dtype: torch.dtype) -> None:
+        """Cast its floating outputs, as `Precision.output` does the model's."""
+        cast_output(module, dtype, self._computes, self._add_hook)
 
     def __deepcopy__(self, memo: object) -> None:
         """A copy of a model that has its engine as an attribute has None there."""
@@ -182,6 +186,9 @@ class Engine:
     def gathers_state(self) -> bool:
         """Whether an optimizer's state_dict is gathered now, rather than an error."""
         return self.always_gathers_state or self._summoned
+
+    def _computes(self) -> bool:
+        return not self._summoned
 
     def _rests_whole(self) -> bool:
         return self._summoned or not self.stage.slices

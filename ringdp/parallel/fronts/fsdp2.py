@@ -51,11 +51,11 @@ def fully_shard(
     reshard_after_forward: False keeps the module's parameters from its forward to its backward, as
     stage 3 always does with the root's. If all calls have False (the model's may have None), that
     is stage 2: they are kept at all times. mp_policy, offload_policy: such as torch's
-    (CPUOffloadPolicy offloads parameters and optimizer), the same for blocks and model. Without
-    reduce_dtype gradients are reduced in the parameters' dtype, as in torch from 2.15 on. mesh: of
-    one dimension; comm: an alternative. A model on the CPU moves to the current GPU if the mesh or
-    group is of GPUs. init: as for `shard`; meta parameters are materialized by this call, not by
-    to_empty() after it.
+    (CPUOffloadPolicy offloads parameters and optimizer), the same for blocks and model, but for
+    output_dtype. Without reduce_dtype gradients are reduced in the parameters' dtype, as in torch
+    from 2.15 on. mesh: of one dimension; comm: an alternative. A model on the CPU moves to the
+    current GPU if the mesh or group is of GPUs. init: as for `shard`; meta parameters are
+    materialized by this call, not by to_empty() after it.
     Between steps a parameter is a flat slice, not a DTensor; state_dict() has whole tensors. Both
     have full_tensor().
     Raises UsageError for what is not implemented.
@@ -81,9 +81,11 @@ def fully_shard(
     if kind not in ("NoneType", "OffloadPolicy", "CPUOffloadPolicy"):
         raise UsageError(f"fully_shard: offload_policy is a {kind}; allowed: torch's two")
     pins = getattr(offload_policy, "pin_memory", True)
+    policy = _precision(mp_policy)
     asked = Options(
         modules,
-        _precision(mp_policy),
+        replace(policy, output=None),
+        policy.output,
         repr(offload_policy) if kind == "CPUOffloadPolicy" else None,
         reshard_after_forward is not False,
     )
@@ -93,7 +95,8 @@ def fully_shard(
     stage = _stage(within, asked, reshard_after_forward)
     inner: list[Any] = [*within.values()]
     units = [*inner, *modules] if several else inner
-    take_in(inner)
+    live = [m for m in inner if not m.engine.closed]
+    take_in(live)
     engine = shard(
         whole,
         stage=stage,
@@ -110,6 +113,9 @@ def fully_shard(
         type(m)._ringdp_asked = asked
     for m in (*modules, *inner):
         m.engine = engine
+    for m in (*modules, *live):
+        if m._ringdp_asked.output_dtype:
+            engine.cast_output(m, m._ringdp_asked.output_dtype)
     for m in (*modules, *inner):
         heed(m)
     return module
@@ -129,9 +135,6 @@ def _stage(within: dict[str, FSDPModule], asked: Options, reshard: bool | None) 
     inside, by name, asked for something else."""
     before = {name: m._ringdp_asked for name, m in within.items() if not m.engine.closed}
     for name, other in before.items():
-        if other.mp_policy.output is None:  # only the model's output is cast
-            policy = replace(other.mp_policy, output=asked.mp_policy.output)
-            other = other._replace(mp_policy=policy)
         for argument in ("mp_policy", "offload_policy"):
             here, there = getattr(asked, argument), getattr(other, argument)
             if here != there:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
+import torch
 from torch import Tensor, nn
 
 from ringdp.errors import UsageError
@@ -27,6 +28,7 @@ class Options(NamedTuple):
 
     modules: Sequence[Any]
     mp_policy: Precision
+    output_dtype: torch.dtype | None
     offload_policy: str | None
     reshard_after_forward: bool
     gradient_divide_factor: float | None = None  # None: the number of ranks

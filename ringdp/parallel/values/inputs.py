@@ -51,12 +51,6 @@ def cast_at(
     def before(module: nn.Module, dtype: torch.dtype) -> None:
         change_inputs(module, lambda x: cast(x, dtype) if active() else x, add_hook)
 
-    def after(module: nn.Module, dtype: torch.dtype) -> None:
-        def apply(_m: nn.Module, _i: Any, out: Any) -> Any:
-            return cast(out, dtype) if active() else out
-
-        add_hook(module.register_forward_hook, apply)
-
     kept, within = precision.kept(model)
     if precision.cast_inputs and precision.param is not None:
         for module in units:
@@ -66,14 +60,23 @@ def cast_at(
         if (first := next(module.parameters(), None)) is not None:
             before(module, first.dtype)
             if precision.param is not None:
-                after(module, precision.param)
+                cast_output(module, precision.param, active, add_hook)
     if precision.output is not None:
         for module in called(model):
-            after(module, precision.output)
+            cast_output(module, precision.output, active, add_hook)
     for name, module in model.named_modules() if precision.param is not None else ():
         is_torchs = type(module).forward is _BatchNorm.forward  # another may cast what it uses
         if is_torchs and module not in within:
             add_hook(module.register_forward_pre_hook, partial(_check_batch_norm, name))
+
+
+def cast_output(
+    module: nn.Module, dtype: torch.dtype, active: Callable[[], bool], add_hook: AddHook
+) -> None:
+    def apply(_m: nn.Module, _i: Any, out: Any) -> Any:
+        return cast(out, dtype) if active() else out
+
+    add_hook(module.register_forward_hook, apply)
 
 
 def _check_batch_norm(name: str, norm: Any, _: object) -> None:

@@ -54,21 +54,20 @@ def test_options_of_several_calls_are_combined_or_refused(comm: Communicator) ->
         (keeps, keeps, keeps, 2),
         (keeps, keeps, given, 2),
         (low, low, out, 3),
-        (out, out, out, 3),
+        (out, out, low, 3),
         ({"offload_policy": OffloadPolicy()}, {"mp_policy": MixedPrecisionPolicy()}, given, 3),
         (keeps, frees, given, 3),
         (keeps, keeps, frees, 3),
     ):
         engine = shard(first, second, whole)
         assert engine.stage.number == stage, (first, second, whole)
-        if whole is out:
+        if low in (first, whole):
             assert engine.units[1].dtypes == (torch.float32, BF16, torch.float32)
     pageable = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
     assert shard(pageable, pageable, pageable).units[0].offload == Offload(True, True, pin=False)
     for first, second, whole, message in (
         (low, low, {}, "mp_policy of module '1' was .*bfloat16.* and is .*None"),
         ({}, low, {}, "mp_policy of module '2'"),
-        (out, out, low, "mp_policy of module '1'"),
         (
             offloads,
             {},
@@ -86,6 +85,28 @@ def test_options_of_several_calls_are_combined_or_refused(comm: Communicator) ->
             assert model.engine.stage.number == (2 if options is not frees else 3)
             with model.engine.full_parameters():
                 model.engine.close()
+
+
+def output_dtypes(shards: Any) -> list[torch.dtype]:
+    """Of each module within the model's forward, of the model, and of a module by itself."""
+    model, found = net(), list[torch.dtype]()
+    for block, dtype in ((model[0], torch.float64), (model[1], None), (model[2], torch.float32)):
+        shards(block, mp_policy=MixedPrecisionPolicy(BF16, output_dtype=dtype))
+    shards(model, mp_policy=MixedPrecisionPolicy(BF16, output_dtype=torch.float16))
+    for block in model:
+        block.register_forward_hook(lambda *given: found.append(given[2].dtype))
+    found.append(model(batch()).dtype)
+    model[0](batch()).sum().backward()
+    if hasattr(model, "engine"):
+        model.engine.close()
+    return found
+
+
+@on_ranks(2)
+def test_each_module_casts_its_outputs_as_with_torchs(comm: Communicator) -> None:
+    gloo()
+    ours = output_dtypes(partial(fronts.fully_shard, comm=comm))
+    assert ours == output_dtypes(torchs_fully_shard)
 
 
 def train_by_layers(comm: Communicator, shards: Any) -> list[float]:
