@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ringdp.errors import UsageError
 from ringdp.parallel.engine import Engine
+from ringdp.parallel.fronts.forward_method import AroundMethod
 from ringdp.parallel.fronts.full_tensor import FullTensor
 from ringdp.parallel.gathering import Gathering
 from ringdp.parallel.precision import Precision
@@ -148,9 +149,12 @@ class FSDPModule:
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         return _original(self)._apply(self, *args, **kwargs)  # not torch's, which reshards
 
-    def _get_fsdp_state(self) -> NoReturn:
-        """Called by the methods of torch's class that are not overridden here."""
-        name = sys._getframe(1).f_code.co_name
+    def _get_fsdp_state(self) -> AroundMethod:
+        """Called by torch's functions, and by methods of its class that are not overridden here."""
+        caller = sys._getframe(1).f_code.co_qualname
+        name, *_ = caller.removeprefix("FSDPModule.").split(".")
+        if name == "register_fsdp_forward_method":
+            return AroundMethod()
         raise MissingAttribute(
             "fully_shard", name, "ringdp.shard, whose arguments tell what is done when"
         )

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, share_comm_ctx
 
 import ringdp
 from ringdp import CheckpointError, Communicator, UsageError
@@ -181,6 +181,8 @@ def test_methods_of_torchs_fsdp_module_work_or_are_refused(comm: Communicator) -
         given = [1 for p in signature(method).parameters.values() if p.default is p.empty]
         with pytest.raises(UsageError, match=f"fully_shard: {name} is not implemented; use ringdp"):
             method(*given)
+    with pytest.raises(UsageError, match="fully_shard: share_comm_ctx is not implemented"):
+        share_comm_ctx([model])
     sliced = model[:2]
     assert type(sliced) is torch.nn.Sequential
     assert sliced[0] is model[0]
