@@ -22,6 +22,7 @@ from ringdp.parallel.gathering import Gathering
 from ringdp.parallel.precision import Precision
 from ringdp.parallel.refuse import MissingAttribute
 from ringdp.parallel.unit import FlatUnit, State
+from ringdp.parallel.values.outputs import own_modules
 
 
 class Options(NamedTuple):
@@ -100,7 +101,7 @@ class FSDPModule:
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather the module's parameters, without those of inner sharded modules, ahead of its
         forward or for use outside it. Collective."""
-        handle = UnshardHandle(_units_of(self.engine, [self]), self.engine.gathering)
+        handle = UnshardHandle(_units_with(self), self.engine.gathering)
         self.engine.backwards.settle()
         handle.gathering.prefetch_deferred(wait=True)
         for unit in handle.units:
@@ -111,9 +112,10 @@ class FSDPModule:
         return None
 
     def reshard(self) -> None:
-        """Free what unshard() or a forward has gathered; backward gathers it again."""
+        """Free what unshard() or a forward that is over has gathered; backward gathers it again."""
         self.engine.backwards.settle()
-        self.engine.gathering.reshard(_units_of(self.engine, [self]))
+        gathering = self.engine.gathering
+        gathering.reshard([u for u in _units_with(self) if u.index not in gathering.forwards])
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Allow prefetching as many bytes as these modules have. (The engine predicts the order
@@ -195,6 +197,14 @@ def heed(module: Any) -> None:
 
 def _units_of(engine: Engine, modules: Sequence[object]) -> list[FlatUnit]:
     return [u for u in engine.units if u.module in modules]
+
+
+def _units_with(module: Any) -> list[FlatUnit]:
+    """The units of its parameters, without those of inner sharded modules. Shared parameters are
+    the model's."""
+    inner: list[Any] = [m for m in module.modules() if isinstance(m, FSDPModule)]
+    own = {*own_modules(module, inner)}
+    return [u for u in module.engine.units if any(at.module in own for p in u.places for at in p)]
 
 
 def sharded_class(kind: type) -> Any:

@@ -37,7 +37,7 @@ class UnitOutputs:
         self, module: nn.Module, units: Sequence[FlatUnit], others: Container[nn.Module]
     ) -> None:
         self._units = units
-        self._modules = list(_own(module, others))
+        self._modules = list(own_modules(module, others))
         # Of each running forward (they may nest) the first operation, and its number among
         # beginnings and outputs; None once it has returned.
         self._since: list[tuple[int, int] | None] = []
@@ -92,11 +92,11 @@ class UnitOutputs:
                 yield from tensors(x, deep=0)
 
 
-def _own(module: nn.Module, others: Container[nn.Module]) -> Iterator[nn.Module]:
+def own_modules(module: nn.Module, others: Container[nn.Module]) -> Iterator[nn.Module]:
     yield module
     for child in module.children():
         if child not in others:
-            yield from _own(child, others)
+            yield from own_modules(child, others)
 
 
 _OF_ALL = frozenset(vars(nn.Module()))  # skipped: looking at these too takes twice as long

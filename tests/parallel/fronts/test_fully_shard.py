@@ -174,6 +174,12 @@ def test_modules_of_one_call_may_share_weights(comm: Communicator) -> None:
     assert fronts.fully_shard(pair, comm=comm) is pair
     fronts.fully_shard(model, comm=comm)
     assert_trains(model.engine, twin)
+    shared: Any = pair[0][0].weight
+    rest, whole = shared.detach().clone(), shared.full_tensor()
+    pair[0].unshard()
+    assert torch.equal(shared.detach(), whole)
+    pair[0].reshard()
+    assert torch.equal(shared.detach(), rest)
     model.engine.close()
 
 
