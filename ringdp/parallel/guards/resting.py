@@ -70,8 +70,10 @@ class ShardedParam(RestingParam):
         try:
             with torch._C.DisableTorchFunctionSubclass():
                 _grad.__set__(self, value)
-        except RuntimeError as e:  # the slice has another shape than the parameter
-            raise _refusal([self], None) from e
+        except RuntimeError as e:
+            if value is not None and value.shape == self.shape:  # it has another dtype, say
+                raise
+            raise _refusal([self], None) from e  # the slice has another shape than the parameter
 
     @grad.deleter
     def grad(self) -> None:

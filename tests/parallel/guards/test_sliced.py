@@ -339,6 +339,8 @@ def test_gradients_are_otherwise_ordinary_slices(comm: Communicator, stage: int)
     clip_grad_norm_(model.parameters(), 1.0)
     with pytest.raises(UsageError, match=r"0\.0\.weight is used outside"):
         p.grad = torch.zeros(3, 5, 7)
+    with pytest.raises(RuntimeError, match="dtype"):
+        p.grad = p.grad.double()
     del p.grad
     assert p.grad is None
     engine.close()
