@@ -48,20 +48,24 @@ class Reductions(Calls):
         tensor = single(tensors, "allreduce: tensors")
         options = options_of(c10d.AllreduceOptions, opts, reduceOp=op, timeout=timeout)
         if not comes_from_autograd(sys._getframe()):
-            return self._all_reduce(options, [tensor])
+            return self._all_reduce(options, [tensor], [tensor])
         if of_hook := futures.is_of_hook(tensor):
             options.asyncOp = True
         else:
             self._buckets.move(tensor)
-        work = self._all_reduce(options, [tensor])
+        work = self._all_reduce(options, [tensor], [tensor])
         work.is_read_in_cpp |= of_hook
         return work
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> GroupWork:
+        """A tensor that is in the list twice is reduced once."""
         options = options_of(c10d.AllreduceCoalescedOptions, opts, reduceOp=None)
-        return self._all_reduce(options, [tensors] if isinstance(tensors, Tensor) else tensors)
+        results = [tensors] if isinstance(tensors, Tensor) else tensors
+        return self._all_reduce(options, [*dict.fromkeys(results)], results)
 
-    def _all_reduce(self, options: Any, tensors: Sequence[Tensor]) -> GroupWork:
+    def _all_reduce(
+        self, options: Any, tensors: Sequence[Tensor], results: Sequence[Tensor]
+    ) -> GroupWork:
         op, scale, finishes = self._reduction_of(options, tensors)
 
         def begin(tensor: Tensor) -> Begin:
@@ -69,7 +73,7 @@ class Reductions(Calls):
                 return lambda async_op: all_reduce_sparse(self._comm, tensor, op, **scale)
             return partial(self._comm.all_reduce, tensor, op, **scale)
 
-        work = self._call("all_reduce", options, tensors, map(begin, tensors), *finishes)
+        work = self._call("all_reduce", options, results, map(begin, tensors), *finishes)
         if tensors and tensors[0].numel() == 1:
             self._ones.append(work)
         return work

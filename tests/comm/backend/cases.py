@@ -121,7 +121,8 @@ def all_gather_coalesced(rank, n):
 def all_reduce_coalesced(rank, n):
     kept = [input_of(rank, (2, 3)), input_of(rank, (4,)), input_of(rank, (2,), torch.float32).t()]
     dist.all_reduce_coalesced(kept)
-    return kept
+    twice = dist.all_reduce_coalesced([input_of(rank, (2, 3))] * 2, async_op=True)
+    return kept, twice.wait()
 
 
 @case(*REAL)
