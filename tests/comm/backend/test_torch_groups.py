@@ -113,6 +113,13 @@ def test_a_group_lists_its_devices_for_python_only(comm: Communicator) -> None:
         assert group.get_backend(torch.device("cpu")) is group
 
 
+@on_ranks(1, pool="forked")
+def test_torch_uses_the_backend_only_for_devices_of_its_build(comm: Communicator) -> None:
+    with world(comm, "ringdp"):
+        cuda = ",cuda:ringdp" * torch.backends.cuda.is_built()
+        assert dist.get_backend_config() == f"cpu:ringdp{cuda}"
+
+
 @on_ranks(2, pool="forked")
 def test_futures_and_coalescing_work(comm: Communicator) -> None:
     with world(comm, "ringdp") as group:
