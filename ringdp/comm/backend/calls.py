@@ -35,6 +35,7 @@ OPS: dict[Any, Op] = {
     ReduceOp.BOR.value: "bor",
     ReduceOp.BXOR.value: "bxor",
 }
+INTEGER_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes -> dtype
 PREMUL_SUM = ReduceOp.PREMUL_SUM.value
 Tensors = Tensor | Sequence[Tensor]
 Timeout = timedelta | None
@@ -143,9 +144,9 @@ def check_parts(tensors: Sequence[Tensor], like: Tensor, ranks: int, what: str) 
 
 
 def movable(tensor: Tensor) -> Tensor:
-    """Return the tensor, as bytes if its dtype can only be moved (float8, uint16, ...)."""
+    """Return the tensor, as integers if its dtype can only be moved (float8, uint16, ...)."""
     known = tensor.dtype in DTYPES or tensor.is_complex()
-    return tensor if known or not tensor.is_contiguous() else tensor.view(-1).view(torch.uint8)
+    return tensor if known else tensor.view(INTEGER_OF[tensor.itemsize])
 
 
 def sizes(tensors: Sequence[Tensor]) -> list[int]:
@@ -156,12 +157,13 @@ def adjacent(tensors: Sequence[Tensor]) -> Tensor | None:
     """Return a flat view of all the tensors if they are adjacent in memory, else None."""
     if not tensors:
         raise UsageError("a list of tensors is empty; allowed: one tensor for each rank")
+    if len(dtypes := {str(tensor.dtype) for tensor in tensors}) > 1:
+        raise UsageError(f"a list has tensors of {' and '.join(dtypes)}; allowed: one dtype")
     first, at = tensors[0], tensors[0].storage_offset()
     storage = first.untyped_storage().data_ptr()
     for tensor in tensors:
         if (
-            tensor.dtype != first.dtype
-            or tensor.untyped_storage().data_ptr() != storage
+            tensor.untyped_storage().data_ptr() != storage
             or tensor.storage_offset() != at
             or not plain(tensor)
         ):

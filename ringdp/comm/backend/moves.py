@@ -149,14 +149,14 @@ class Moves(Calls):
         to, source = movable(output), movable(input)
         begin: Begin = partial(self._comm.all_to_all, to, source)
         if output_split_sizes or input_split_sizes:
-            received = self._cut(output, to.numel(), output_split_sizes)
-            sent = self._cut(input, source.numel(), input_split_sizes)
+            received = self._cut(output, output_split_sizes)
+            sent = self._cut(input, input_split_sizes)
             begin = partial(self._comm.all_to_all_v, to, source, received, sent)
         return self._call("all_to_all", options, [output], [begin])
 
     alltoall_base = all_to_all_single
 
-    def _cut(self, tensor: Tensor, elements: int, splits: Sequence[int]) -> list[int]:
+    def _cut(self, tensor: Tensor, splits: Sequence[int]) -> list[int]:
         """Return the elements of each part. `splits` are in rows; if empty, parts are equal."""
         rows = tensor.shape[0] if tensor.dim() else 1
         if not splits and rows % self._comm.size:
@@ -164,7 +164,7 @@ class Moves(Calls):
                 f"all_to_all_single: a tensor of shape {tuple(tensor.shape)} without split sizes; "
                 f"its first dimension must be a multiple of {self._comm.size} (ranks)"
             )
-        row = elements // rows if rows else 0
+        row = tensor.numel() // rows if rows else 0
         return [n * row for n in splits or [rows // self._comm.size] * self._comm.size]
 
     def alltoall(

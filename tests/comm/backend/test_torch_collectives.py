@@ -92,7 +92,7 @@ def test_calls_beyond_gloos_work(comm: Communicator) -> None:
         dist.all_gather_into_tensor(stacked, torch.full((2, 3), float(rank)))
         assert stacked.flatten(1).tolist() == [[float(r)] * 6 for r in range(n)]
         small = torch.full((3,), rank).to(torch.float8_e4m3fn)
-        parts = [torch.empty_like(small) for _ in range(n)]
+        parts = [torch.zeros(3, 1 + r % 2).to(small.dtype)[:, 0] for r in range(n)]
         dist.all_gather(parts, small)
         assert [p.float().tolist() for p in parts] == [[float(r)] * 3 for r in range(n)]
         uneven = [torch.empty(r + 1) for r in range(n)]
@@ -132,7 +132,7 @@ def test_calls_beyond_gloos_work(comm: Communicator) -> None:
 def refuse_wrong_calls(comm: Communicator, report: Report) -> None:
     """Bits of floats, and lists that do not hold one tensor of the right size per rank, are refused
     before data moves. Split sizes on some ranks only are a mismatch."""
-    with world(comm, "ringdp"):
+    with world(comm, "ringdp") as group:
         part, lists = torch.full((2,), float(comm.rank)), [torch.zeros(2) for _ in range(comm.size)]
         for wrong in ([part[:1], torch.zeros(3)], list(part) * 2, [part], [part] * 3):
             if comm.rank == 0:
@@ -147,6 +147,8 @@ def refuse_wrong_calls(comm: Communicator, report: Report) -> None:
         ):
             with pytest.raises(UsageError, match="list of tensors is empty; allowed: one tensor f"):
                 call()
+        with pytest.raises(UsageError, match=r"of torch.\w+ and torch.\w+; allowed: one dtype"):
+            group.allgather([[part, part.int()]], [part])
         for op in ("band", "bor", "bxor"):
             with pytest.raises(UsageError, match=f"{op} is for integers and bool, not for .*32"):
                 dist.all_reduce(part, getattr(dist.ReduceOp, op.upper()))
