@@ -29,7 +29,6 @@ from ringdp.parallel.fronts.fsdp_arguments import (
     units_of,
 )
 from ringdp.parallel.fronts.fsdp_optim import by_name, by_number, names_of
-from ringdp.parallel.mesh import move_to_ranks
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.optimizer.clip import clip_grad_norm_
 from ringdp.parallel.refuse import MissingAttribute, check_whole, checked_module, refuse
@@ -123,7 +122,8 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
         units = {unit.module for m in inner for unit in m.engine.units}
         if auto_wrap_policy is not None:
             units = units_of(module, auto_wrap_policy)
-        take_in(inner)
+        device = device_of(device_id, module)
+        comm = take_in(inner, module, process_group, device_mesh, device)
         self.module = module
         self._state_configs: tuple[Any, Any] = (None, None)  # the model's, the optimizer's
         self.engine = shard(
@@ -133,7 +133,7 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
             precision=precision,
             offload=offload,
             init=param_init_fn,
-            comm=move_to_ranks(module, process_group, device_mesh, device_of(device_id, module)),
+            comm=comm,
         )
         self.engine.always_gathers_state = True
         if precision is not None:

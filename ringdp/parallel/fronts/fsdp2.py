@@ -96,14 +96,14 @@ def fully_shard(
     inner: list[Any] = [*within.values()]
     units = [*inner, *modules] if several else inner
     live = [m for m in inner if not m.engine.closed]
-    take_in(live)
+    ranks = take_in(live, whole, comm, mesh)
     engine = shard(
         whole,
         stage=stage,
         unit=units.__contains__ if units else WHOLE,
         precision=_reduced(asked.mp_policy, whole),
         offload=Offload(stage == 3, optimizer=True, pin=pins) if asked.offload_policy else None,
-        comm=move_to_ranks(whole, comm, mesh),
+        comm=ranks,
         init=init,
     )
     engine.always_gathers_state = True
@@ -146,12 +146,28 @@ def _stage(within: dict[str, FSDPModule], asked: Options, reshard: bool | None) 
     return 3 if own or any(other.reshard_after_forward for other in before.values()) else 2
 
 
-def take_in(inner: Iterable[Any]) -> None:
-    """Close the engines of modules sharded before, and make these whole. Collective."""
+def take_in(
+    inner: Iterable[Any],
+    model: nn.Module,
+    ranks: Communicator | ProcessGroup | None,
+    mesh: Any = None,
+    device: torch.device | None = None,
+) -> Communicator:
+    """Close the engines of modules sharded before, and make these whole. Returns the communicator
+    for the model with them (see `move_to_ranks`). Collective."""
+    sizes = set()
     for m in inner:
         if not m.engine.closed:
+            sizes.add(m.engine.comm.size)
             with m.engine.full_parameters():
                 m.engine.close()
+    comm = move_to_ranks(model, ranks, mesh, device)
+    if others := sizes - {comm.size}:
+        raise UsageError(
+            f"modules within were sharded over {', '.join(map(str, sorted(others)))} ranks, and the"
+            f" model is to be over {comm.size}; allowed: the same ranks for all of a model"
+        )
+    return comm
 
 
 def _precision(policy: Any) -> Precision:

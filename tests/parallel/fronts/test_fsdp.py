@@ -142,6 +142,11 @@ def test_modules_can_be_wrapped_by_hand(comm: Communicator) -> None:
         with pytest.raises(UsageError, match="modules within are wrapped already; allowed around"):
             wrap(model, **options)
         model[1].engine.close()
+    model = net()
+    with comm.split(comm.rank) as alone:
+        model[1] = FullyShardedDataParallel(model[1], alone)
+        with pytest.raises(UsageError, match="modules within were sharded over 1 ranks"):
+            wrap(model)
 
 
 class Buffered(nn.Module):

@@ -34,7 +34,7 @@ def test_options_of_several_calls_are_combined_or_refused(comm: Communicator) ->
     def shard(first: Any, second: Any, whole: Any) -> Any:
         model = net()
         for block, options in ((model[1], first), (model[2], second)):
-            fronts.fully_shard(block, comm=comm, **options)
+            fronts.fully_shard(block, **{"comm": comm} | options)
         try:
             fronts.fully_shard(model, comm=comm, **whole)
             return model.engine
@@ -77,6 +77,9 @@ def test_options_of_several_calls_are_combined_or_refused(comm: Communicator) ->
     ):
         with pytest.raises(UsageError, match=message):
             shard(first, second, whole)
+    message = "within were sharded over 1 ranks, and the model is to be over 2"
+    with comm.split(comm.rank) as alone, pytest.raises(UsageError, match=message):
+        shard({}, {"comm": alone}, {})
 
     model: Any = net()
     for module, options in ((model[1], frees), (model, frees), (model, keeps | low)):
