@@ -136,13 +136,15 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
             comm=comm,
         )
         self.engine.always_gathers_state = True
+        narrowed: dict[str, torch.dtype] = {}
         if precision is not None:
-            cast_buffers(module, mixed_precision.buffer_dtype, precision)
+            narrowed = cast_buffers(module, mixed_precision.buffer_dtype, precision)
         for m in inner:
             m.engine = self.engine
         # In a state_dict, too, names are those of the unwrapped model.
         without, back = partial(_rename, "module.", ""), partial(_rename, "", "module.")
         self.register_state_dict_post_hook(without)  # type: ignore[no-untyped-call]
+        self.register_state_dict_post_hook(partial(_cast, narrowed))  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(back)  # type: ignore[no-untyped-call]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -186,7 +188,8 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
             return super().apply(fn)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """A whole copy: torch's FULL_STATE_DICT, its default. See state_dict_type. Collective."""
+        """A whole copy: torch's FULL_STATE_DICT, its default. See state_dict_type. Buffers have the
+        dtypes that they had before buffer_dtype. Collective."""
         with self.engine.full_parameters():
             state: dict[str, Any] = super().state_dict(*args, **kwargs)
         config, _ = self._state_configs
@@ -338,3 +341,11 @@ def _rename(
     before, old, new = [*state.items()], prefix + old, prefix + new
     state.clear()
     state.update({k.replace(old, new, 1) if k.startswith(old) else k: v for k, v in before})
+
+
+def _cast(
+    to: dict[str, torch.dtype], _: nn.Module, state: dict[str, Any], prefix: str, *_others: Any
+) -> None:
+    for name, dtype in to.items():
+        if (key := prefix + name) in state:  # others are not persistent
+            state[key] = state[key].to(dtype)

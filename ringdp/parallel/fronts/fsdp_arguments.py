@@ -87,9 +87,18 @@ def precision_of(policy: Any, *, wraps: bool) -> Precision | None:
     )
 
 
-def cast_buffers(module: nn.Module, dtype: torch.dtype | None, precision: Precision) -> None:
-    """Cast floating-point buffers, except in modules that compute in float32."""
+def cast_buffers(
+    module: nn.Module, dtype: torch.dtype | None, precision: Precision
+) -> dict[str, torch.dtype]:
+    """Cast floating-point buffers, except in modules that compute in float32. Returns the former
+    dtypes of those that changed, by name."""
     kept = {b for m in precision.kept(module)[0] for b in m.buffers()}
-    for buffer in module.buffers():
-        if dtype is not None and buffer.is_floating_point() and buffer not in kept:
-            buffer.data = buffer.to(dtype)
+    changed = {
+        name: b
+        for name, b in module.named_buffers(remove_duplicate=False)
+        if dtype not in (None, b.dtype) and b.is_floating_point() and b not in kept
+    }
+    before = {name: b.dtype for name, b in changed.items()}
+    for b in changed.values():
+        b.data = b.to(dtype)
+    return before

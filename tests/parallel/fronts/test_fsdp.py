@@ -179,3 +179,19 @@ def test_buffers_have_mixed_precisions_buffer_dtype():
     alone = FullyShardedDataParallel(nn.BatchNorm1d(6), comm, mixed_precision=policy)
     assert {b.dtype for b in alone.module.buffers()} == {BF16, torch.int64}  # as with torch's
     alone.engine.close()
+
+
+@pytest.mark.parametrize("wrap", [None, ModuleWrapPolicy({nn.Linear})])
+def test_state_dicts_have_the_buffers_former_dtypes(wrap: Any) -> None:
+    options = {"mixed_precision": MixedPrecision(BF16, BF16, BF16), "auto_wrap_policy": wrap}
+    model = nn.Sequential(Buffered(), Buffered())
+    model[1].register_buffer("twice", model[1].scale)
+    plain = {name: value.dtype for name, value in model.state_dict().items()}
+    if wrap is None:
+        model[0] = FullyShardedDataParallel(model[0], ringdp.init(), **options)
+    whole = FullyShardedDataParallel(model, ringdp.init(), **options)
+    state = whole.state_dict()
+    assert {name: value.dtype for name, value in state.items()} == plain
+    whole.load_state_dict(state)
+    assert whole.module[1].scale.dtype == BF16
+    whole.engine.close()
