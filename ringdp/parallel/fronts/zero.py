@@ -70,6 +70,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, JoinableOverGroup):
         self._consolidated: dict[Any, Any] | None = None
         by_dtype: dict[str, list[Tensor]] = {}
         for p in self._wholes():
+            _check_dense("a parameter", p)
             by_dtype.setdefault(str(p.dtype), []).append(p)
         sizes = {k: [(str(i), p.numel()) for i, p in enumerate(ps)] for k, ps in by_dtype.items()}
         plans = zip(layout(sizes.items(), self.comm.size), by_dtype.values(), strict=True)
@@ -92,11 +93,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, JoinableOverGroup):
         """Step this rank's slices with the groups' current options, then gather. Collective."""
         loss = None if closure is None else torch.enable_grad(closure)()
         for p in self._wholes():
-            if p.grad is not None and p.grad.layout != torch.strided:
-                raise UsageError(
-                    f"ZeroRedundancyOptimizer: the gradient of a parameter of shape {list(p.shape)}"
-                    f" is {p.grad.layout}; allowed: dense ones, as of Embedding(sparse=False)"
-                )
+            if p.grad is not None:
+                _check_dense("the gradient of a parameter", p.grad)
         self._notify()
         if self._join_config.enable:
             self._share_gradients(trains=True)
@@ -188,6 +186,14 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, JoinableOverGroup):
         self.optim.load_state_dict(state_dict)
         optim_state.keep_slices(self.optim, self._units)
         _copy_options(self.optim.param_groups, self.param_groups)
+
+
+def _check_dense(what: str, t: Tensor) -> None:
+    if t.layout != torch.strided:
+        raise UsageError(
+            f"ZeroRedundancyOptimizer: {what} of shape {list(t.shape)} is {t.layout}; allowed: "
+            "dense ones, as of Embedding(sparse=False)"
+        )
 
 
 def _copy_options(groups: list[dict[str, Any]], to: list[dict[str, Any]]) -> None:

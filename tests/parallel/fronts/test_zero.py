@@ -205,6 +205,10 @@ def test_sparse_gradients_and_communicators_in_join_are_refused(comm: Communicat
     before = model.weight.detach().clone()
     sparse = error_text(optimizer.step, UsageError)
     assert "parameter of shape [4, 3] is torch.sparse_coo; allowed: dense" in sparse
+    with pytest.raises(UsageError, match=r": a parameter of shape \[2, 3\] is torch.sparse_coo"):
+        fronts.ZeroRedundancyOptimizer(
+            [torch.sparse_coo_tensor(size=(2, 3))], torch.optim.SGD, comm
+        )
     group = error_text(lambda: Join([optimizer]), UsageError)
     assert "torch.distributed group: give the optimizer" in group
     assert torch.equal(model.weight, before)
