@@ -34,17 +34,23 @@ from ringdp.parallel.optimizer.clip import clip_grad_norm_
 from ringdp.parallel.refuse import MissingAttribute, check_whole, checked_module, refuse
 
 STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0}
-# Attributes of torch's class that are not implemented.
-ABSENT = (
-    "check_is_root", "flatten_sharded_optim_state_dict", "fsdp_modules", "full_optim_state_dict",
-    "register_comm_hook", "rekey_optim_state_dict", "scatter_full_optim_state_dict",
-    "shard_full_optim_state_dict", "sharded_optim_state_dict",
-)  # fmt: skip
+WHOLE_STATE = "ringdp.save and ringdp.load, or state_dict() and optim_state_dict(), which are whole"
+# Attributes of torch's class that are not implemented, and what to use.
+ABSENT = {
+    "check_is_root": "engine.model, the module that was sharded last",
+    "flatten_sharded_optim_state_dict": WHOLE_STATE,
+    "fsdp_modules": "engine.units, one of which each module gathers",
+    "full_optim_state_dict": WHOLE_STATE,
+    "register_comm_hook": "mixed_precision, whose reduce_dtype compresses gradients",
+    "rekey_optim_state_dict": WHOLE_STATE,
+    "scatter_full_optim_state_dict": WHOLE_STATE,
+    "shard_full_optim_state_dict": WHOLE_STATE,
+    "sharded_optim_state_dict": WHOLE_STATE,
+}
 
 
 def _absent(name: str) -> MissingAttribute:
-    instead = "ringdp.save and ringdp.load, or state_dict() and optim_state_dict(), which are whole"
-    return MissingAttribute("FullyShardedDataParallel", name, instead)
+    return MissingAttribute("FullyShardedDataParallel", name, ABSENT[name])
 
 
 class _Named(type):

@@ -4,6 +4,7 @@ what to use."""
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from copy import copy
 from functools import partial
 from inspect import signature
@@ -151,7 +152,7 @@ def test_missing_names_say_what_to_use():
     wrapped = fronts.FullyShardedDataParallel(net(), comm)
     with pytest.raises(UsageError, match=r"no_sync is not implemented; use .*\.engine \(no_sync"):
         engine.no_sync  # noqa: B018
-    fronts_and_names: list[tuple[Any, tuple[str, ...]]] = [
+    fronts_and_names: list[tuple[Any, Iterable[str]]] = [
         (engine, deepspeed_engine.ABSENT),
         (wrapped, fsdp.ABSENT),
         (fronts.FullyShardedDataParallel, fsdp.ABSENT),
@@ -163,6 +164,9 @@ def test_missing_names_say_what_to_use():
                 getattr(front, name)
         with pytest.raises(AttributeError, match="no attribute 'nothing'"):
             front.nothing  # noqa: B018
+    for name, instead in (("check_is_root", "engine.model,"), ("register_comm_hook", "mixed_prec")):
+        with pytest.raises(UsageError, match=f"{name} is not implemented; use {instead}"):
+            getattr(wrapped, name)
     assert wrapped[1] is wrapped.module[1]
     assert copy(engine).module is engine.module
     for each in (engine, wrapped):
