@@ -70,7 +70,8 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
     unit, apart from modules wrapped by hand. mixed_precision, cpu_offload: torch's classes; with a
     policy, batch norms and the other modules that mixed_precision names compute in float32, as in
     torch. device_mesh: of one dimension. device_id: the GPU that a model on the CPU is moved to, by
-    default that of the ranks.
+    default that of the ranks. param_init_fn: as `init` for `shard`; it gets modules that are
+    allocated, not on the meta device.
     Parameters and buffers always take rank 0's values (sync_module_states), and parameters stay the
     model's own (use_orig_params). The other arguments tune what is always on here; values that ask
     for more are errors.
@@ -240,6 +241,10 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
         kind = getattr(state_dict_type, "name", state_dict_type)
         refuse("state_dict_type", state_dict_type=(kind, "FULL_STATE_DICT"))
         wrapper = _wrapper("state_dict_type", module)
+        _check_config("state_dict_config", state_dict_config, "FullStateDictConfig")
+        _check_config(
+            "optim_state_dict_config", optim_state_dict_config, "FullOptimStateDictConfig"
+        )
         wrapper._state_configs = state_dict_config, optim_state_dict_config
         return before
 
@@ -338,6 +343,11 @@ def _wrapper(caller: str, module: nn.Module) -> FullyShardedDataParallel:
     if not isinstance(module, FullyShardedDataParallel):
         raise UsageError(f"{caller}: {type(module).__name__} is not wrapped")
     return module
+
+
+def _check_config(argument: str, given: object, allowed: str) -> None:
+    if given is not None and type(given).__name__ != allowed:
+        raise UsageError(f"state_dict_type: {argument}={given!r}; allowed: a {allowed}, or None")
 
 
 def _rename(

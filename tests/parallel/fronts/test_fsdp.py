@@ -69,6 +69,10 @@ def test_state_dicts_are_unsharded(comm: Communicator, strategy: str) -> None:
             FullyShardedDataParallel.state_dict_type(model, kind),
         ):
             pass
+    with pytest.raises(
+        UsageError, match=r"optim_state_dict_config=FullStateDictConfig\(.*; allowed"
+    ):
+        set_type(model, StateDictType.FULL_STATE_DICT, one, one)
     with (
         pytest.raises(UsageError, match="state_dict_type: Sequential is not wrapped"),
         FullyShardedDataParallel.state_dict_type(net(), StateDictType.FULL_STATE_DICT),
