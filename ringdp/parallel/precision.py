@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -46,14 +46,14 @@ class Precision:
     they were built with; their inputs are cast to it, and their outputs to `param`. Since buffers
     keep their dtype, batch norms must be among them, and what `spectral_norm` and `orthogonal` of
     torch.nn.utils.parametrizations add, a ParametrizationList. cast_inputs: cast floating inputs of
-    the model and of every unit to `param`.
+    the model and of every unit to `param`; "model": of the model only.
     """
 
     param: torch.dtype | None = None
     reduce: torch.dtype | None = None
     output: torch.dtype | None = None
     keep_fp32: ModuleRule | None = None
-    cast_inputs: bool = True
+    cast_inputs: bool | Literal["model"] = True
 
     def __post_init__(self) -> None:
         for name in ("param", "reduce", "output"):
@@ -61,6 +61,10 @@ class Precision:
             floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
             if not (dtype is None or floating):
                 raise UsageError(f"Precision({name}={dtype!r}): allowed: a floating dtype, or None")
+        if self.cast_inputs not in (True, False, "model"):
+            raise UsageError(
+                f"Precision(cast_inputs={self.cast_inputs!r}): allowed: True, False or 'model'"
+            )
         if self.keep_fp32 is not None:
             check_rule("Precision(keep_fp32)", self.keep_fp32)
 

@@ -35,6 +35,8 @@ def test_dtypes_have_defaults():
     assert dtypes(FLOAT, kept=True, precision=Precision(BF16)) == Dtypes(FLOAT, FLOAT, FLOAT)
     with pytest.raises(ringdp.UsageError, match=r"param=torch.int32"):
         Precision(param=torch.int32)
+    with pytest.raises(ringdp.UsageError, match=r"cast_inputs='units'"):
+        Precision(cast_inputs="units")  # type: ignore[arg-type]
 
 
 DOUBLE = torch.float64

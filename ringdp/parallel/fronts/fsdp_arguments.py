@@ -83,7 +83,7 @@ def precision_of(policy: Any, *, wraps: bool) -> Precision | None:
         policy.param_dtype,
         policy.reduce_dtype,
         keep_fp32=tuple(policy._module_classes_to_ignore) if wraps else None,
-        cast_inputs=casts or policy.cast_root_forward_inputs,
+        cast_inputs=casts or (policy.cast_root_forward_inputs and "model"),
     )
 
 

@@ -53,7 +53,7 @@ def cast_at(
 
     kept, within = precision.kept(model)
     if precision.cast_inputs and precision.param is not None:
-        for module in units:
+        for module in called(model) if precision.cast_inputs == "model" else units:
             if module not in within:
                 before(module, precision.param)
     for module in kept:

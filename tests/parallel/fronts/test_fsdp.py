@@ -199,3 +199,39 @@ def test_state_dicts_have_the_buffers_former_dtypes(wrap: Any) -> None:
     whole.load_state_dict(state)
     assert whole.module[1].scale.dtype == BF16
     whole.engine.close()
+
+
+class Asks(nn.Module):
+    """Passes an input that it makes in float32, as positions, to its inner unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.unit, self.seen = nn.Linear(6, 6), Seen(), list[torch.dtype]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = [x.dtype]
+        out: Tensor = self.unit(self.first(x.to(self.first.weight.dtype)), torch.ones(6))
+        return out
+
+
+class Seen(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:  # type: ignore[override]
+        self.seen = [x.dtype, positions.dtype]
+        return super().forward(x) * positions
+
+
+@pytest.mark.parametrize("root", [True, False])
+@pytest.mark.parametrize("all_inputs", [True, False])
+def test_inputs_are_cast_of_the_modules_that_torch_casts_them_of(root, all_inputs):
+    policy = MixedPrecision(BF16, cast_forward_inputs=all_inputs, cast_root_forward_inputs=root)
+    wrap = ModuleWrapPolicy({Seen})
+    model = FullyShardedDataParallel(
+        Asks(), ringdp.init(), auto_wrap_policy=wrap, mixed_precision=policy
+    )
+    model(batch())
+    assert model.seen == [BF16 if root or all_inputs else torch.float32]
+    assert model.unit.seen == [BF16, BF16 if all_inputs else torch.float32]
+    model.engine.close()
