@@ -202,9 +202,15 @@ def _loader(
     return DataLoader(data, rows, sampler=sampler, collate_fn=collate)
 
 
+class DeepSpeedScaler(LossScaler):
+    """The first finite step of all, and after an overflow, does not count towards growth."""
+
+    start = -1
+
+
 def _scaler(engine: Engine, fp16: dict[str, Any]) -> LossScaler:
     fixed = float(fp16["loss_scale"]) if fp16["enabled"] else 1.0
-    return LossScaler(
+    return DeepSpeedScaler(
         engine,
         scale=fixed or 2.0 ** fp16["initial_scale_power"],
         growth=1.0 if fixed else 2.0,

@@ -53,7 +53,7 @@ KEYS: dict[str, Any] = {
     "train_batch_size": Key(None, "whole", 1),
     "train_micro_batch_size_per_gpu": Key(None, "whole", 1),
     "gradient_accumulation_steps": Key(None, "whole", 1),
-    "gradient_clipping": Key(0.0, "number"),
+    "gradient_clipping": Key(1.0, "number"),  # 0: none
     "communication_data_type": Key(None, "dtype"),  # of gradients
     "steps_per_print": Key(None, "whole", 1),
     # Any optimizer that steps element by element is taken.

@@ -18,7 +18,7 @@ from torch.optim import Optimizer, lr_scheduler
 
 
 class WarmupLR(lr_scheduler.LRScheduler):
-    """`warmup_max_lr`: by default the lr of the optimizer's first group. Raises ValueError."""
+    """`warmup_max_lr`: by default each group's lr. Raises ValueError."""
 
     total: int | None = None  # the step at which it has fallen, if it falls
 
@@ -37,9 +37,9 @@ class WarmupLR(lr_scheduler.LRScheduler):
         super().__init__(optimizer)
 
     def get_lr(self) -> list[Any]:
-        high = self.base_lrs[0] if self.high is None else self.high
-        lr = self.low + (high - self.low) * self._share(self.last_epoch - 1)
-        return [lr] * len(self.base_lrs)
+        share = self._share(self.last_epoch - 1)
+        highs = [lr if self.high is None else self.high for lr in self.base_lrs]
+        return [self.low + (high - self.low) * share for high in highs]
 
     def _share(self, step: int) -> float:
         """The share of the way from low to high at `step`."""

@@ -28,6 +28,8 @@ class LossScaler:
     backwards in a row multiply it by `growth`. Raises UsageError for values out of bounds.
     """
 
+    start = 0  # of `good`
+
     def __init__(
         self,
         engine: Engine,
@@ -51,7 +53,10 @@ class LossScaler:
         self.engine, self.current = engine, scale
         self.growth, self.backoff, self.interval, self.minimum = growth, backoff, interval, minimum
         self.hysteresis = hysteresis
-        self.good, self.skipped = 0, 0  # finite since the last overflow or growth; overflows
+        self.good, self.skipped = (
+            self.start,
+            0,
+        )  # finite since the last overflow or growth; overflows
         self.left = hysteresis  # overflows until the scale falls
         self._finite, self._judged = True, -1  # the latter: `handed_out` at the last check
 
@@ -84,7 +89,7 @@ class LossScaler:
                 self.left = self.hysteresis
         else:
             self.skipped += 1
-            self.good, self.left = 0, max(self.left - 1, 0)
+            self.good, self.left = self.start, max(self.left - 1, 0)
             if self.left == 0:
                 self.current = max(self.current * self.backoff, self.minimum)
 

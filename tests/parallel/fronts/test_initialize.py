@@ -152,6 +152,23 @@ def test_settings_of_unused_features_are_accepted(capsys):
     engine.engine.close()
 
 
+def test_gradients_are_clipped_to_1_unless_the_config_says_otherwise():
+    norms = []
+    for clipping in ({}, {"gradient_clipping": 1.0}, {"gradient_clipping": 0}):
+        sgd = {"optimizer": {"type": "SGD", "params": {"lr": 1.0}}}
+        engine, *_ = fronts.initialize(
+            model=net(), config=SIZED | sgd | clipping, comm=ringdp.init()
+        )
+        before = whole_parameters(engine.engine)
+        engine.backward(1000 * engine(batch()).square().mean())
+        engine.step()
+        steps = zip(before, whole_parameters(engine.engine), strict=True)
+        norms.append(torch.cat([(a - b).flatten() for a, b in steps]).norm().item())
+        engine.engine.close()
+    assert norms[:2] == pytest.approx([1.0, 1.0])
+    assert norms[2] > 2.0
+
+
 def test_parameter_groups_keep_their_options():
     model = net()
     first, *others = model.parameters()

@@ -69,6 +69,26 @@ def test_a_fixed_loss_scale_stays_when_a_checkpoint_is_loaded(section, scale, tm
     engine.engine.close()
 
 
+@pytest.mark.parametrize(
+    ("hysteresis", "scales"),
+    [(1, [8, 8, 16, 8, 4, 4, 4, 8, 8, 16, 8]), (2, [8, 8, 16, 16, 8, 8, 8, 16, 16, 32, 32])],
+)
+def test_a_dynamic_loss_scale_grows_as_deepspeeds(hysteresis, scales):
+    """As in DeepSpeed 0.19.8: after `loss_scale_window` finite steps, and one more at first."""
+    dynamic = {"initial_scale_power": 3, "loss_scale_window": 2, "hysteresis": hysteresis}
+    engine, *_ = fronts.initialize(
+        model=net(), config=NAMED | {"fp16": {"enabled": True} | dynamic}, comm=ringdp.init()
+    )
+    found = []
+    for step in range(len(scales)):
+        factor = math.inf if step in (3, 4, 10) else 1.0
+        engine.backward(engine(batch(step)).float().mean() * factor)
+        engine.step()
+        found.append(engine.scaler.current)
+    assert found == scales
+    engine.engine.close()
+
+
 # ---- schedulers
 
 
@@ -164,3 +184,16 @@ def test_schedulers_of_a_config_are_deepspeeds_or_torchs():
     down = [0.1 + 0.9 * (1 + math.cos(math.pi * n / 4)) / 2 for n in (1, 2, 3, 4, 4)]
     assert cosine == pytest.approx([LR * r for r in (0, 0.2, 0.4, 0.6, 0.8, *down)])
     assert rates("StepLR", 3, step_size=2, gamma=0.5) == pytest.approx([LR, LR, LR / 2])
+
+
+def test_a_warm_up_rises_to_each_groups_own_rate():
+    model = net()
+    first, *others = model.parameters()
+    engine, *_ = fronts.initialize(
+        model=model, model_parameters=[{"params": [first], "lr": 1.0}, {"params": others}],
+        config=NAMED | {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}},
+        comm=ringdp.init(),
+    )  # fmt: skip
+    train(engine, 0, 1, 2)
+    assert engine.get_lr() == pytest.approx([1.0, LR])
+    engine.engine.close()
