@@ -53,10 +53,8 @@ class LossScaler:
         self.engine, self.current = engine, scale
         self.growth, self.backoff, self.interval, self.minimum = growth, backoff, interval, minimum
         self.hysteresis = hysteresis
-        self.good, self.skipped = (
-            self.start,
-            0,
-        )  # finite since the last overflow or growth; overflows
+        self.good = self.start  # finite since the last overflow or growth
+        self.skipped = 0  # overflows
         self.left = hysteresis  # overflows until the scale falls
         self._finite, self._judged = True, -1  # the latter: `handed_out` at the last check
 
