@@ -13,7 +13,7 @@
 
 namespace ringdp {
 
-struct alignas(kLine) Envelope {
+struct Envelope {
   std::uint32_t type, size;   // size: bytes of the payload behind it
   std::uint64_t id;           // of a message in parts: its sender's ticket
   std::uint64_t kind, bytes;  // of the whole message

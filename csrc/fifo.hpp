@@ -1,6 +1,6 @@
 // A FIFO from one rank to another, in memory that both have mapped.
 //
-//   Cursors | Slot[depth],  Slot = Label | slab bytes
+//   Cursors | Slot[depth],  Slot = Label in a cache line | slab bytes
 //
 //   writer   until not full()    fill back()    push()
 //   reader   until not empty()   read front()   pop()
@@ -31,16 +31,18 @@ struct Cursors {
 // A view of a FIFO, for either end. It owns nothing.
 template <class Label>
 class Fifo {
+  static_assert(sizeof(Label) <= kLine);
+
  public:
   static constexpr std::size_t size(int depth, std::size_t slab) {
-    return sizeof(Cursors) + depth * (sizeof(Label) + slab);
+    return sizeof(Cursors) + depth * (kLine + slab);
   }
   Fifo(std::byte* at, int depth, std::size_t slab)
       : cursors_(*reinterpret_cast<Cursors*>(at)), slots_(at + sizeof(Cursors)), depth_(depth),
         slab_(slab) {}
 
   // Returns the slab behind a label.
-  static std::byte* data(Label& slot) { return reinterpret_cast<std::byte*>(&slot + 1); }
+  static std::byte* data(Label& slot) { return reinterpret_cast<std::byte*>(&slot) + kLine; }
 
   // For the writer.
   std::uint64_t unread() const {
@@ -70,7 +72,7 @@ class Fifo {
   std::uint64_t head(std::memory_order order) const { return cursors_.head.load(order); }
   std::uint64_t tail(std::memory_order order) const { return cursors_.tail.load(order); }
   Label& slot(std::uint64_t message) const {
-    return *reinterpret_cast<Label*>(slots_ + message % depth_ * (sizeof(Label) + slab_));
+    return *reinterpret_cast<Label*>(slots_ + message % depth_ * (kLine + slab_));
   }
 
   Cursors& cursors_;

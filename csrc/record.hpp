@@ -22,7 +22,7 @@ constexpr std::size_t kSite = 96;     // bytes for "file:line" of the user's cal
 constexpr std::uint64_t kCalls = 32;  // calls that a record keeps: more than fit in a rank's FIFOs
 
 // Identifies a message; the receiver compares it with what it expects.
-struct alignas(kLine) Stamp {
+struct Stamp {
   std::uint64_t number;
   std::uint64_t bytes;
   std::uint64_t digest;   // of the kinds of this collective and all before it: see Progress::begin

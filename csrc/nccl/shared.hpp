@@ -39,7 +39,7 @@ struct alignas(ringdp::kLine) Header {
 };
 
 // What both ends of a message must agree on; of a send and recv, only the length.
-struct alignas(ringdp::kLine) Label {
+struct Label {
   std::uint64_t bytes;
   std::int32_t collective, type, op, root;
   bool operator==(const Label& o) const {
