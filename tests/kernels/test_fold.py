@@ -54,7 +54,9 @@ def test_reference_is_within_the_error_bound(
 def test_integer_sums_wrap_exactly(dtype: torch.dtype) -> None:
     parts = random_parts(5, 100, dtype)
     out = torch.empty(100, dtype=dtype)
+    before = out._version
     fold(parts, out)
+    assert out._version > before
     low, bits = torch.iinfo(dtype).min, torch.iinfo(dtype).bits
     sums = [sum(column) for column in zip(*parts.tolist(), strict=True)]
     assert out.tolist() == [(total - low) % 2**bits + low for total in sums]

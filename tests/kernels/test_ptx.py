@@ -21,8 +21,8 @@ from ringdp.kernels.stochastic import keys, stochastic_round_torch, stochastic_r
 from ringdp.kernels.unflatten import unflatten_torch, unflatten_triton
 from ringdp.kernels.unscale import unscale_torch, unscale_triton
 from tests.kernels.executed import execute
-from tests.kernels.inputs import LENGTHS, random_floats, same_bits
-from tests.kernels.test_adamw import FACTORS, State, random_state, same_numbers
+from tests.kernels.inputs import LENGTHS, random_floats, same_bits, same_numbers
+from tests.kernels.test_adamw import FACTORS, State, random_state
 from tests.kernels.test_fold import random_parts
 
 if TYPE_CHECKING:
@@ -35,11 +35,6 @@ PAIRS = [*SOME, *(pytest.param(*pair, marks=pytest.mark.exhaustive) for pair in 
 SHORT = [pytest.param(1, marks=pytest.mark.exhaustive), 17, 2500]
 
 pytestmark = pytest.mark.usefixtures("executed")
-
-
-def same_but_nan(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal bits, except for the payload of nans, which IEEE leaves open."""
-    return same_bits(*(x.where(~x.isnan(), torch.nan) for x in (a, b)))
 
 
 @pytest.mark.parametrize("elems", SHORT)
@@ -80,10 +75,10 @@ def test_flatten_and_unflatten(source: torch.dtype, target: torch.dtype, skip: i
     for scale in (0.1, -0.375):
         flatten_torch(tensors, want, scale, offsets)
         flatten_triton(tensors, got, scale, offsets)
-        assert same_but_nan(got, want)
+        assert same_numbers(got, want)
         unflatten_torch(want, wanted, scale, offsets)
         unflatten_triton(want, back, scale, offsets)
-        assert all(same_but_nan(a, b) for a, b in zip(back, wanted, strict=True))
+        assert all(map(same_numbers, back, wanted))
 
 
 @pytest.mark.parametrize("elems", SHORT)
@@ -96,7 +91,7 @@ def test_unscale(source: torch.dtype, target: torch.dtype, elems: int) -> None:
         for scale in (0.1, 0.2):
             unscale_torch(x, want, flag, scale)
             unscale_triton(x, got, found, scale)
-            assert same_but_nan(got, want)
+            assert same_numbers(got, want)
             assert found.item() == flag.item()
 
 
@@ -123,8 +118,8 @@ def test_adamw(elems: int, dtype: torch.dtype | None) -> None:
         for _ in range(2):
             adamw_torch(*want, copies[0], FACTORS)
             adamw_triton(*got, copies[1], FACTORS)
-        assert same_numbers(got, want)
-        assert dtype is None or same_but_nan(*copies)
+        assert all(map(same_numbers, got, want))
+        assert dtype is None or same_numbers(*copies)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
