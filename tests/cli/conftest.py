@@ -4,11 +4,14 @@ printed."""
 from __future__ import annotations
 
 import io
+import json
 import os
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -39,6 +42,14 @@ def processes() -> Iterator[Callable[..., subprocess.Popen[str]]]:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate(timeout=SECONDS)
+
+
+@contextmanager
+def edited(path: Path) -> Iterator[Any]:
+    """The contents of a JSON file, which then has what the block makes of them."""
+    found = json.loads(path.read_bytes())
+    yield found
+    path.write_text(json.dumps(found), encoding="utf-8")
 
 
 def printed(show: Callable[[Console], object], width: int, *, terminal: bool = True) -> str:

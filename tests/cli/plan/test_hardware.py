@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from ringdp.cli.files import write_json
 from ringdp.cli.plan.hardware import from_files, network
 from ringdp.errors import UsageError
 from ringdp.schedule.cost import Machine, closed, seconds
+from tests.cli.conftest import edited
 
 TRUE = Machine(alpha=2e-6, beta=1e-10, gamma=3e-11)
 
@@ -53,10 +53,9 @@ def test_a_bench_file_is_fitted(tmp_path):
 def test_collectives_are_fitted_separately(tmp_path):
     """Halving the times of all_gather does not change the fit of all_reduce."""
     path = rows(tmp_path / "b.json")
-    report = json.loads(path.read_bytes())
-    for row in report["rows"]:
-        row["p50_us"] *= 0.5 if row["collective"] == "all_gather" else 1
-    path.write_text(json.dumps(report), encoding="utf-8")
+    with edited(path) as report:
+        for row in report["rows"]:
+            row["p50_us"] *= 0.5 if row["collective"] == "all_gather" else 1
     found = from_files(str(path))
     for collective, factor in (("all_reduce", 1), ("all_gather", 0.5)):
         price = closed(collective, "direct", 4)
@@ -67,20 +66,17 @@ def test_collectives_are_fitted_separately(tmp_path):
 
 def test_several_bench_files_are_read_together(tmp_path):
     """`ringdp bench` writes one file per collective."""
-    both = json.loads(rows(tmp_path / "both.json").read_text(encoding="utf-8"))
     paths = []
     for collective in ("all_reduce", "all_gather"):
-        own = [r for r in both["rows"] if r["collective"] == collective]
-        paths.append(tmp_path / f"{collective}.json")
-        paths[-1].write_text(json.dumps(both | {"rows": own}), encoding="utf-8")
+        paths.append(rows(tmp_path / f"{collective}.json"))
+        with edited(paths[-1]) as report:
+            report["rows"] = [r for r in report["rows"] if r["collective"] == collective]
     given = " ,".join(map(str, paths))
-    found, together = network(given, "h100", 2), from_files(str(tmp_path / "both.json"))
+    found, together = network(given, "h100", 2), from_files(str(rows(tmp_path / "both.json")))
     assert {*found.measured} == {*together.measured}
     assert found.fitted == together.fitted
-    paths[1].write_text(
-        json.dumps(json.loads(paths[1].read_text(encoding="utf-8")) | {"machine": {"cpu": "two"}}),
-        encoding="utf-8",
-    )
+    with edited(paths[1]) as report:
+        report["machine"] = {"cpu": "two"}
     with pytest.raises(UsageError, match=r"were measured on None .*, two .*; allowed: files of"):
         network(given, "h100", 2)
 
@@ -88,12 +84,14 @@ def test_several_bench_files_are_read_together(tmp_path):
 def test_one_transport_of_a_file_is_fitted(tmp_path):
     """The first transport of a file is used; rows of another, ten times as slow, change nothing."""
     path = rows(tmp_path / "b.json")
-    report = json.loads(path.read_bytes())
     alone = from_files(str(path))
-    slow = [r | {"transport": "nccl", "p50_us": 10 * r["p50_us"]} for r in report["rows"]]
-    path.write_text(json.dumps(report | {"rows": report["rows"] + slow}), encoding="utf-8")
+    with edited(path) as report:
+        own = report["rows"]
+        slow = [r | {"transport": "nccl", "p50_us": 10 * r["p50_us"]} for r in own]
+        report["rows"] = own + slow
     assert from_files(str(path)).machine == alone.machine
-    path.write_text(json.dumps(report | {"rows": slow + report["rows"]}), encoding="utf-8")
+    with edited(path) as report:
+        report["rows"] = slow + own
     assert " nccl rows of" in from_files(str(path)).source
     assert from_files(str(path)).beside(64), "communication between GPUs takes no core"
 
@@ -107,8 +105,8 @@ def test_gathers_yield_in_host_memory_only(tmp_path):
 
 def test_communication_overlaps_compute_only_with_spare_cores(tmp_path):
     path = rows(tmp_path / "b.json")
-    report = json.loads(path.read_bytes())
-    path.write_text(json.dumps(report | {"machine": {"cores": "8"}}), encoding="utf-8")
+    with edited(path) as report:
+        report["machine"] = {"cores": "8"}
     assert [from_files(str(path)).beside(n) for n in (2, 4, 5)] == [True, True, False]
     assert network("400Gb", "h100", 16).beside(1000)
 
@@ -147,11 +145,9 @@ def test_malformed_networks_are_refused(given):
 def test_gpu_rows_without_a_bound_are_fitted(tmp_path):
     path = rows(tmp_path / "b.json", transport="nccl")
     expected = from_files(str(path)).machine
-    report = json.loads(path.read_bytes())
-    path.write_text(
-        json.dumps(report | {"rows": [r | {"bound_us": None} for r in report["rows"]]}),
-        encoding="utf-8",
-    )
+    with edited(path) as report:
+        for row in report["rows"]:
+            row["bound_us"] = None
     assert from_files(str(path)).machine == expected
 
 
@@ -170,9 +166,8 @@ WRONG = {
 @pytest.mark.parametrize("key", WRONG)
 def test_malformed_rows_are_refused(tmp_path, key):
     path = rows(tmp_path / "b.json")
-    report = json.loads(path.read_bytes())
-    report["rows"][-1][key] = WRONG[key]
-    path.write_text(json.dumps(report), encoding="utf-8")
+    with edited(path) as report:
+        report["rows"][-1][key] = WRONG[key]
     with pytest.raises(UsageError, match=r"b.json holds no results .* a row lacks its numbers"):
         from_files(str(path))
 
@@ -183,12 +178,13 @@ def test_algorithms_named_in_a_file_are_not_run(tmp_path, algorithm):
     path, source = rows(tmp_path / "b.json"), tmp_path / "mine.py"
     source.write_text("raise SystemExit('run')", encoding="utf-8")
     expected = from_files(str(path)).machine
-    report = json.loads(path.read_bytes())
     named = {"algorithm": algorithm.replace("FILE", str(source)), "ranks": 2000}
-    others = [row | named for row in report["rows"]]
-    path.write_text(json.dumps(report | {"rows": report["rows"] + others}), encoding="utf-8")
+    with edited(path) as report:
+        others = [row | named for row in report["rows"]]
+        report["rows"] += others
     assert from_files(str(path)).machine == expected
-    path.write_text(json.dumps(report | {"rows": others}), encoding="utf-8")
+    with edited(path) as report:
+        report["rows"] = others
     with pytest.raises(UsageError, match=r"b.json holds no row of ringdp's own"):
         from_files(str(path))
 

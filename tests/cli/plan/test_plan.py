@@ -124,18 +124,8 @@ def test_an_optimizer_in_host_memory_is_priced_at_its_rate(tmp_path):
 
 def test_the_json_equals_the_tables(tmp_path, capsys):
     out = tmp_path / "plan.json"
-    arguments = [
-        "plan",
-        "--model",
-        f"{HERE}:net",
-        "--ranks",
-        "2",
-        "--network",
-        str(BENCH),
-        "--flops",
-        "1e11",
-    ]
-    assert main([*arguments, "--json", str(out)]) == 0
+    arguments = ["plan", "--model", f"{HERE}:net", "--ranks", "2", "--network", str(BENCH)]
+    assert main([*arguments, "--flops", "1e11", "--json", str(out)]) == 0
     shown = capsys.readouterr().out
     found = json.loads(out.read_bytes())
     assert [s["stage"] for s in found["stages"]] == [0, 1, 2, 3]

@@ -13,6 +13,7 @@ from ringdp.cli.timeline.command import fill
 from ringdp.cli.timeline.digest import digest
 from ringdp.cli.timeline.read import read
 from tests.browser import needs_browser
+from tests.cli.conftest import edited
 from tests.cli.timeline.made import HELD, trace
 
 DRIVE = """(async () => {
@@ -167,12 +168,11 @@ MOMENT = {"ph": "X", "name": "a", "cat": "step", "ts": 5, "dur": 0, "pid": 0, "t
 @needs_browser
 @pytest.mark.parametrize("events", [[], [MOMENT]], ids=["empty", "a moment"])
 def test_the_page_of_a_trace_without_collectives_works(browse, tmp_path: Path, events):
-    path = trace(tmp_path)
-    document = json.loads(path.read_bytes())
-    for part in document["ringdp"]["parts"].values():
-        for kind in ("communicators", "engines", "schedules"):
-            del part[kind]
-    path.write_text(json.dumps(document | {"traceEvents": events}), encoding="utf-8")
+    with edited(path := trace(tmp_path)) as document:
+        for part in document["ringdp"]["parts"].values():
+            for kind in ("communicators", "engines", "schedules"):
+                del part[kind]
+        document["traceEvents"] = events
     dom = browse(fill(digest(read(path)), "run"), script=DRIVE_NOTHING)
     assert dom.texts["title"] == "true,true,true"
     assert dom.texts["notes"] == "No collective is in this trace."

@@ -19,6 +19,7 @@ from ringdp.cli.timeline.digest import by_rank, digest, length, overlap, share, 
 from ringdp.cli.timeline.read import read
 from ringdp.errors import UsageError
 from ringdp.schedule.cost import Machine, closed, seconds
+from tests.cli.conftest import edited
 from tests.cli.timeline.made import HELD, LATE, STEP, trace
 
 
@@ -112,24 +113,20 @@ def test_times_keep_their_nanoseconds(tmp_path: Path):
 
 
 def test_an_emulated_links_own_terms_are_used(tmp_path: Path):
-    path = trace(tmp_path)
-    document = json.loads(path.read_bytes())
-    for part in document["ringdp"]["parts"].values():
-        part["communicators"][0]["link"] = {"latency": 1e-4, "bandwidth": 1e8}
-    path.write_text(json.dumps(document), encoding="utf-8")
+    with edited(path := trace(tmp_path)) as document:
+        for part in document["ringdp"]["parts"].values():
+            part["communicators"][0]["link"] = {"latency": 1e-4, "bandwidth": 1e8}
     found = digest(read(path))
     assert found["model"]["source"] == "the emulated link's α and β"
     assert found["collectives"][0]["predicted"] == 2 * 100 + 4000 / 100  # µs: 2 α + S β
 
 
 def test_with_several_links_the_runs_own_fit_is_used(tmp_path: Path):
-    path = trace(tmp_path)
-    document = json.loads(path.read_bytes())
-    for part in document["ringdp"]["parts"].values():
-        (comm,) = part["communicators"]
-        linked = {**comm, "name": "2", "link": {"latency": 1e-4, "bandwidth": 1e8}}
-        part["communicators"] = [linked, comm]
-    path.write_text(json.dumps(document), encoding="utf-8")
+    with edited(path := trace(tmp_path)) as document:
+        for part in document["ringdp"]["parts"].values():
+            (comm,) = part["communicators"]
+            linked = {**comm, "name": "2", "link": {"latency": 1e-4, "bandwidth": 1e8}}
+            part["communicators"] = [linked, comm]
     found = digest(read(path))
     assert found["model"]["source"].startswith("fitted to this run's own medians")
     assert found["collectives"][0]["predicted"] == pytest.approx(600 - LATE)
@@ -215,14 +212,12 @@ def test_damaged_files_and_bad_options_are_refused_in_one_line(tmp_path: Path, r
     refused_with("--network is '400Gb'; allowed: a .json", "--network", "400Gb")
     refused_with(f"--html: {path} is the trace itself", html=path)
     assert path.read_text(encoding="utf-8") == text
-    document = json.loads(text)
-    parts = document["ringdp"]["parts"]
-    path.write_text(
-        json.dumps({**document, "ringdp": {**document["ringdp"], "ranks": 1}}), encoding="utf-8"
-    )
+    with edited(path) as document:
+        document["ringdp"]["ranks"] = 1
     refused_with("ringdp.parts.1 is of no rank")
-    parts["0"], document["traceEvents"][0]["pid"] = parts.pop("1"), 2
-    path.write_text(json.dumps(document), encoding="utf-8")
+    with edited(path) as document:
+        document["ringdp"]["ranks"], document["traceEvents"][0]["pid"] = 2, 2
+        document["ringdp"]["parts"]["0"] = document["ringdp"]["parts"].pop("1")
     refused_with("traceEvents[0].pid is 2, of no rank")
     (tmp_path / "other[1].json.ab12.rank1.part").write_text("{}", encoding="utf-8")
     message = "rank 0 ended before it merged other[1].json.ab12.rank1.part"
@@ -302,9 +297,8 @@ def test_the_page_loads_nothing_from_outside(tmp_path: Path, capsys):
 
 def test_the_command_prints_the_pages_warnings(tmp_path: Path, capsys):
     path = trace(tmp_path, {"2": "rank 2 (process 9) ended"})
-    document = json.loads(path.read_bytes())
-    document["ringdp"]["parts"]["1"] |= {"lost": 1234, "clock_error_us": 5.5, "host": "far"}
-    path.write_text(json.dumps(document), encoding="utf-8")
+    with edited(path) as document:
+        document["ringdp"]["parts"]["1"] |= {"lost": 1234, "clock_error_us": 5.5, "host": "far"}
     assert main(["report", str(path), "--html", str(tmp_path / "page.html")]) == 0
     messages = capsys.readouterr().out
     notes = digest(read(path))["notes"]
@@ -313,11 +307,9 @@ def test_the_command_prints_the_pages_warnings(tmp_path: Path, capsys):
 
 
 def test_only_adam_has_a_memory_formula(tmp_path: Path):
-    path = trace(tmp_path)
-    document = json.loads(path.read_bytes())
-    for part, name in zip(document["ringdp"]["parts"].values(), ("SGD", "AdamW"), strict=True):
-        part["engines"][0]["optimizers"] = [name]
-    path.write_text(json.dumps(document), encoding="utf-8")
+    with edited(path := trace(tmp_path)) as document:
+        for part, name in zip(document["ringdp"]["parts"].values(), ("SGD", "AdamW"), strict=True):
+            part["engines"][0]["optimizers"] = [name]
     sgd, adam = digest(read(path))["memory"]
     assert (sgd["optimizers"], sgd["formula"]) == ("SGD", [*list(HELD.values())[:-1], None])
     assert (adam["optimizers"], adam["formula"]) == ("AdamW", list(HELD.values()))
