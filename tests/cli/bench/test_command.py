@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from importlib import metadata
 from multiprocessing import Pipe
@@ -27,7 +27,7 @@ from ringdp.cli.doctor.job import family
 from ringdp.cli.launch import RankError
 from ringdp.cli.main import main
 from ringdp.transport.store.processes import has_ended
-from tests.cli.conftest import SECONDS, printed
+from tests.cli.conftest import SECONDS, printed, processes
 from tests.transport.nccl.faults import only_with_host_nccl
 from tests.waiting import wait_until
 
@@ -175,11 +175,22 @@ def test_the_progress_line_is_complete(width: int, monkeypatch: pytest.MonkeyPat
     assert {"reduce_scatter", "67,108,864", "openmpi", "registered", "0:00:00"} <= {*shown.split()}
 
 
+@pytest.fixture(scope="module")
+def endless(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Callable[[], tuple[subprocess.Popen[str], Path]]]:
+    """endless(): a run that measures until it is ended, and its temporary directory. Two are
+    started at once, since starting takes long and uses one core."""
+    command = (RINGDP, "bench", "all_reduce", "--min", "1K", "--max", "1K", "--rounds", "10000")
+    with processes() as start:
+        places = [tmp_path_factory.mktemp("run") for _ in range(2)]
+        started = [(start("env", f"TMPDIR={place}", *command), place) for place in places]
+        yield started.pop
+
+
 @pytest.mark.process
-def test_a_signal_ends_every_rank(start) -> None:
-    process = start(
-        *(RINGDP, "bench", "all_reduce", "--min", "1K", "--max", "1K", "--rounds", "10000")
-    )
+def test_a_signal_ends_every_rank(endless) -> None:
+    process, _ = endless()
     assert process.stdout.readline() == "measuring 1,024 bytes\n"
     below = family(process.pid)[1:]
     groups = 2  # shm and the speed probe: a process each, which forks its ranks
@@ -192,10 +203,8 @@ def test_a_signal_ends_every_rank(start) -> None:
 
 
 @pytest.mark.process
-def test_a_killed_run_leaves_no_folder(start, tmp_path_factory: pytest.TempPathFactory) -> None:
-    place = tmp_path_factory.getbasetemp()
-    command = (RINGDP, "bench", "all_reduce", "--min", "1K", "--max", "1K", "--rounds", "10000")
-    process = start("env", f"TMPDIR={place}", *command)
+def test_a_killed_run_leaves_no_folder(endless) -> None:
+    process, place = endless()
     assert process.stdout.readline() == "measuring 1,024 bytes\n"
     below = family(process.pid)[1:]
     assert [*place.glob("ringdp-*")]
