@@ -1,4 +1,5 @@
-"""Tensors in the shared arena: their addresses, their lifetime, and results computed in them."""
+"""Tensors in the shared arena: their addresses and their lifetime. test_conformance.py has results
+computed in them."""
 
 from __future__ import annotations
 
@@ -13,48 +14,8 @@ from ringdp import CollectiveTimeout, CommunicationError, Communicator
 from ringdp.transport.shm import transport as shm
 from tests.comm.failing import leaves_nothing
 from tests.ranks import on_ranks
-from tests.transport.test_conformance import Case, digest, expected, input_of
 
 pytestmark = pytest.mark.process
-
-
-def results_in_the_arena(comm: Communicator, cases: list[Case]) -> list[bytes]:
-    """Digests of results computed with all ranks' buffers in the arena."""
-    results = []
-    for case in cases:
-        x = input_of(case, comm.rank, comm.size)
-        k = case.elements
-        whole = comm.empty(*x.shape, dtype=x.dtype).copy_(x)
-        part = slice(comm.rank * k, (comm.rank + 1) * k)
-        mine = comm.empty(k, dtype=x.dtype)
-        match case.collective:
-            case "all_reduce":
-                comm.all_reduce(whole)
-                results.append(digest(whole))
-            case "reduce_scatter":
-                comm.reduce_scatter(mine, whole)
-                results.append(digest(mine))
-            case "all_gather":
-                mine.copy_(whole[part])
-                whole.zero_()
-                comm.all_gather(whole, mine)
-                results.append(digest(whole))
-        whole.fill_(7)  # at once, so a rank that still reads or writes it would be noticed
-        assert bool((whole == 7).all())
-    return results
-
-
-@pytest.mark.parametrize("n", [2, 3, 4])
-def test_results_with_all_buffers_in_the_arena_are_the_simulators(ranks, n):
-    cases = [
-        Case(collective, "direct", elements, dtype)
-        for collective in ("all_reduce", "reduce_scatter", "all_gather")
-        for elements in (0, 1, 10007, 300_007)
-        for dtype in ("float32", "bfloat16", "float64", "int8")
-    ]
-    by_rank = ranks(n)(results_in_the_arena, cases)
-    for i, case in enumerate(cases):
-        assert [results[i] for results in by_rank] == expected(case, n), case
 
 
 @on_ranks(2)
