@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -29,11 +30,17 @@ def with_layout(x: Tensor, form: str) -> Tensor:
     """A tensor with x's elements in row-major order, but another layout."""
     match form:
         case "strided":
-            return torch.stack([x, torch.full_like(x, 3)], 1)[:, 0]
+            both = torch.stack([x, torch.full_like(x, 3)], 1)
+            return beside(both[:, 0], both[:, 1])
+        case "stepped" if x.numel() % 2 == 0:
+            wide = x.new_full((x.numel(), 4), 3)
+            return beside(wide[1::2, 1::2], wide[:, ::2]).copy_(x.view(-1, 2))
         case "transposed" if x.numel() % 2 == 0:
             return x.view(2, -1).t().contiguous().t()
         case "grad" if x.is_floating_point():
             return x.clone().requires_grad_()
+        case "grad, transposed" if x.is_floating_point() and x.numel() % 2 == 0:
+            return x.view(2, -1).t().clone().requires_grad_().t()
         case "conjugate" if x.is_complex():
             return x.conj().resolve_conj().conj()
         case "negative" if x.dtype == torch.float64:
@@ -49,16 +56,23 @@ def with_layout(x: Tensor, form: str) -> Tensor:
     return x.clone()
 
 
+def beside(x: Tensor, others: Tensor) -> Tensor:
+    """x, whose storage also holds others, all 3."""
+    x.others = others  # type: ignore[attr-defined]
+    return x
+
+
+def elements(x: Tensor) -> Tensor:
+    """Its elements in row-major order; asserts that a call changed nothing beside them, and was not
+    seen by autograd."""
+    assert torch.all(getattr(x, "others", torch.ones(0)) == torch.tensor(3).to(x.dtype))
+    assert x.is_leaf or x._is_view()
+    return x.detach().reshape(-1).resolve_conj()
+
+
 FORMS = (
-    "plain",
-    "strided",
-    "transposed",
-    "grad",
-    "conjugate",
-    "negative",
-    "scalar",
-    "inference",
-    "inference, strided",
+    *("plain", "scalar", "strided", "stepped", "transposed", "grad", "grad, transposed"),
+    *("conjugate", "negative", "inference", "inference, strided"),
 )
 DTYPES = (torch.float64, torch.complex64, torch.bfloat16, torch.int16, torch.bool)
 
@@ -107,7 +121,7 @@ def check_moving(comm: Communicator, seeds: int) -> None:
         work.append((i, input_of(root, k, dtype, seed), comm.broadcast(i, root, async_op=True)))
         for output, want, w in work:
             w.wait()
-            assert torch.equal(output.detach().reshape(-1).resolve_conj(), want), (seed, dtype)
+            assert torch.equal(elements(output), want), (seed, dtype)
 
 
 def check_summing(comm: Communicator, seeds: int) -> None:
@@ -125,23 +139,19 @@ def check_summing(comm: Communicator, seeds: int) -> None:
         total = sum(input_of(r, whole, dtype, seed) for r in range(n)) * (scale or 1)
         x = with_layout(input_of(me, whole, dtype, seed), into)
         comm.all_reduce(x, scale=scale)
-        assert torch.equal(x.detach().reshape(-1).resolve_conj(), total)
+        assert torch.equal(elements(x), total)
 
         x = with_layout(input_of(me, whole, dtype, seed), into)
         comm.reduce(x, root, scale=scale, algorithm=algorithm)
         want = total if me == root else input_of(me, whole, dtype, seed)
-        assert torch.equal(x.detach().reshape(-1).resolve_conj(), want), (
-            "unchanged on the other ranks"
-        )
+        assert torch.equal(elements(x), want), "unchanged on the other ranks"
 
         source = with_layout(input_of(me, whole, dtype, seed), out_of)
         o = with_layout(input_of(me, sizes[me], dtype, -1), into)
         comm.reduce_scatter_v(o, source, sizes, scale=scale)
         own = total[begin : begin + sizes[me]]
-        assert torch.equal(o.detach().reshape(-1).resolve_conj(), own)
-        assert torch.equal(
-            source.detach().reshape(-1).resolve_conj(), input_of(me, whole, dtype, seed)
-        )
+        assert torch.equal(elements(o), own)
+        assert torch.equal(elements(source), input_of(me, whole, dtype, seed))
         source = input_of(me, whole, dtype, seed)
         comm.reduce_scatter_v(source[begin : begin + sizes[me]], source, sizes, scale=scale)
         assert torch.equal(source[begin : begin + sizes[me]], own), "in place"
@@ -181,10 +191,10 @@ def test_works_begun_in_inference_mode_can_be_waited_for_outside(ranks):
 
 
 @on_ranks(3)
-def test_bitwise_and_boolean_ops(comm: Communicator) -> None:
+def test_every_op_of_every_kind_of_dtype(comm: Communicator) -> None:
     """Three ranks with eight elements: every combination of bits."""
     bits = torch.tensor([(place >> r) & 1 for r in range(3) for place in range(8)]).view(3, 8)
-    for dtype in (torch.bool, torch.uint8, torch.int16, torch.int64):
+    for dtype in (torch.bool, torch.uint8, torch.int16, torch.int64, torch.float32):
         for op, want in {
             "band": bits.amin(0),
             "bor": bits.amax(0),
@@ -194,6 +204,8 @@ def test_bitwise_and_boolean_ops(comm: Communicator) -> None:
             "prod": bits.amin(0),
             "sum": bits.amax(0) if dtype == torch.bool else bits.sum(0),
         }.items():
+            if dtype.is_floating_point and op.startswith("b"):
+                continue
             x = bits[comm.rank].to(dtype, copy=True)
             comm.all_reduce(x, op)
             assert torch.equal(x, want.to(dtype)), (dtype, op)
@@ -216,7 +228,7 @@ def test_a_reduce_to_any_root_has_the_bits_of_all_reduce(
 @pytest.mark.parametrize("n", [2, 4])
 @on_ranks()
 def test_input_and_output_may_overlap(comm: Communicator) -> None:
-    """The input is a part of the output, but not the rank's own."""
+    """The input is any part of the output, or begins with the rank's own but has another stride."""
     n, me = comm.size, comm.rank
     for shift in range(3 * n - 2):
         out = torch.arange(3 * n) + 100 * me
@@ -228,6 +240,17 @@ def test_input_and_output_may_overlap(comm: Communicator) -> None:
         want = torch.arange(3 * n) + 100 * me
         want[shift : shift + 3] = torch.arange(3 * me, 3 * me + 3) + 100
         assert torch.equal(out, want)
+    given = torch.arange(4 * n) + 100 * torch.arange(n)[:, None]  # [ranks, elements]
+    parts = [given[r].split(4)[r] if r else given[0, ::2][:4] for r in range(n)]
+    for algorithm, gathers in product(("direct", "ring"), (False, True)):
+        whole = given[me].clone()
+        part = whole.split(4)[me] if me else whole[::2][:4]
+        if gathers:
+            comm.all_gather(whole, part, algorithm=algorithm)
+            assert torch.equal(whole, torch.cat(parts))
+        else:
+            comm.reduce_scatter(part, whole, algorithm=algorithm)
+            assert torch.equal(part, given.sum(0).split(4)[me])
     out = torch.arange(2 * n) + 100 * me
     comm.all_to_all(out, out)
     assert torch.equal(

@@ -12,7 +12,7 @@ import torch
 import ringdp
 from ringdp import Communicator
 from ringdp.schedule.cost import Machine, closed, seconds
-from tests.comm.test_collectives import check_averages_are_rounded_once
+from tests.comm.test_arithmetic import check_averages_are_rounded_once
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
