@@ -88,6 +88,17 @@ def store() -> TCPStore:
     return TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
 
 
+def meet(comm: Communicator, what: str, without: int | None = None) -> None:
+    """On a rank: returns once every rank, except `without`, has come here; `what` is used once."""
+    talk = store()
+    talk.set(f"{what}/{comm.rank}", "")
+    talk.wait([f"{what}/{rank}" for rank in range(comm.size) if rank != without])
+
+
+def die(*_: object, **__: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def main(pipe: Connection) -> None:
     import torch
 

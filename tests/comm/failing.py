@@ -21,6 +21,7 @@ from _pytest.mark import ParameterSet
 from torch import Tensor
 from torch.distributed import Store
 
+import ringdp
 from ringdp import CommunicationError, Communicator, Work
 from ringdp.schedule import ALGORITHMS
 from ringdp.transport.arena import Arena
@@ -183,29 +184,54 @@ def forms(turn: int | None) -> list[Form]:
     return found
 
 
-WHENS, RANKS = ("before", "within", "after"), (2, 4, 8)
+SOME = [Form("all_reduce", "ring"), Form("all_gather", "direct"), Form("broadcast", "binomial")]
+WHENS, RANKS, RANKS_OVER_GLOO = ("before", "within", "after"), (2, 4, 8), (2, 4)
 
 
 def matrix(hows: Collection[str]) -> list[ParameterSet]:
-    """(how, when, ranks, victim, turn) of failures: a sample, and as `exhaustive` the full product.
+    """(transport, how, when, ranks, victim, forms) of failures: a sample, and as `exhaustive` the
+    full product.
 
-    The sample has every pair of how and when, and every number of ranks with each of them.
+    The sample has every pair of how and when over each transport, and in shared memory every number
+    of ranks with each of them.
     """
-    sample = []
+    sample: list[tuple[str, str, str, int, int, list[Form]]] = []
     for a, how in enumerate([*hows, *hows][: max(len(hows), len(RANKS))]):
         for b, when in enumerate(WHENS):
             n, turn = RANKS[(a + b) % len(RANKS)], len(WHENS) * a + b
-            victim = (n - 1) * (turn % 2)
-            sample.append(pytest.param(how, when, n, victim, turn, id=f"{how}-{when}-{n}"))
-    return sample + [
-        pytest.param(
-            *(how, when, n, victim, None),
-            id=f"{how}-{when}-{n}-rank{victim}",
-            marks=pytest.mark.exhaustive,
-        )
-        for how, when, n in product(hows, WHENS, RANKS)
+            sample.append(("shm", how, when, n, (n - 1) * (turn % 2), forms(turn)))
+    for i, (how, when) in enumerate(product(hows, WHENS)):
+        n = RANKS_OVER_GLOO[i % 2]
+        sample.append(("c10d", how, when, n, (n - 1) * (i // 2 % 2), SOME))
+    whole = [
+        (transport, how, when, n, victim, asked)
+        for transport, ranks, asked in (("shm", RANKS, FORMS), ("c10d", RANKS_OVER_GLOO, SOME))
+        for how, when, n in product(hows, WHENS, ranks)
         for victim in (0, n - 1)
     ]
+    names = "{}-{}-{}-{}", "{}-{}-{}-{}-rank{}"
+    return [
+        *(pytest.param(*row, id=names[0].format(*row)) for row in sample),
+        *(
+            pytest.param(*row, id=names[1].format(*row), marks=pytest.mark.exhaustive)
+            for row in whole
+        ),
+    ]
+
+
+def duplicates(
+    comm: Communicator, transport: str, count: int, warn_after: float = CALL_TIMEOUT
+) -> list[Communicator]:
+    """`count` communicators over the transport, whose collective 0 has ended on all ranks."""
+    if transport == "shm":
+        whole = comm
+    else:
+        whole = ringdp.init(transport=transport, timeout=CALL_TIMEOUT, warn_after=warn_after)
+    found = [whole.duplicate() for _ in range(count)]
+    for made in found:
+        made.barrier()
+    comm.barrier()  # otherwise a rank still in one of these could notice the failure there
+    return found
 
 
 def by_turns(rows: Iterable[tuple[Any, ...]], last: Sequence[Any]) -> list[ParameterSet]:

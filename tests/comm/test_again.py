@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -23,7 +22,8 @@ from ringdp.transport.base import FailureKind
 from ringdp.transport.records import CLOSED, SITE_BYTES, RankRecord
 from ringdp.transport.store.processes import process_state
 from tests.comm.failing import catch
-from tests.forks import CALL_TIMEOUT, LIFETIME, Forks, Report, store
+from tests.forks import CALL_TIMEOUT, LIFETIME, Forks, Report, die, store
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.process
 
@@ -68,7 +68,7 @@ def replace_a_dead_rank(comm: Communicator, report: Report) -> None:
     comm.barrier()
     if comm.rank == 1:
         subprocess.Popen([sys.executable, "-c", SUCCESSOR])
-        os.kill(os.getpid(), signal.SIGKILL)
+        die()
     report(catch(comm, comm.barrier).error)
     comm.abort()
     new = ringdp.init(timeout=LIFETIME)  # long, since a new interpreter has to import torch
@@ -101,10 +101,10 @@ def receiver_dies_after_broadcast(comm: Communicator, report: Report, occasion: 
     """A broadcast that has completed at its root while a receiver has died."""
     comm.barrier()
     if comm.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+        die()
     work = comm.broadcast(torch.ones(10), algorithm="binomial", async_op=True)
-    while "ended" not in process_state(comm._transport.record(1).pid):
-        time.sleep(0.001)
+    pid = comm._transport.record(1).pid
+    wait_until(lambda: "ended" in process_state(pid), CALL_TIMEOUT)
     work.wait()  # the broadcast has completed here, so this raises nothing
     report(catch(comm, lambda: OCCASIONS[occasion](comm)))
 
@@ -160,7 +160,7 @@ def rank_1_finds_that_rank_2_died(comm: Communicator, report: Report, call: str)
     UNWAITED["repeated"](comm)
     comm.barrier()
     if comm.rank == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
+        die()
     if comm.rank == 1:
         report(catch(comm, comm.barrier))
         store().set("lost", "")
@@ -187,7 +187,7 @@ def train_with_checkpoints(path: str) -> tuple[int, list[float]]:
         weights, first = saved["weights"], saved["step"]
     for step in range(first, 6):
         if step == 3 and comm.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
         gradient = torch.full((4,), (comm.rank + 1.0) * (step + 1))
         comm.all_reduce(gradient, "avg")
         weights -= 0.1 * gradient

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import sys
 import time
 from functools import partial
@@ -17,17 +16,13 @@ import pytest
 import torch
 
 from ringdp import Communicator, Work
-from tests.comm.failing import Form, catch, forms, matrix, names_its_line, row_of
-from tests.forks import CALL_TIMEOUT, Forks, Report
+from tests.comm.failing import Form, catch, duplicates, matrix, names_its_line, row_of
+from tests.forks import CALL_TIMEOUT, Forks, Report, die, meet
 
 pytestmark = pytest.mark.process
 
 SMALL, LARGE = 1000, 50_000  # elements; a large collective takes milliseconds
 ALLOWED = CALL_TIMEOUT / 3  # seconds; takes 0.01 s on an idle machine, but must not be a timeout
-
-
-def kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def raise_error() -> None:
@@ -44,7 +39,7 @@ def exit_at_once() -> None:
 
 
 ENDS = {
-    "killed": (kill, -9),
+    "killed": (die, -9),
     "raising": (raise_error, 1),
     "exiting": (exit_with_7, 7),
     "vanishing": (exit_at_once, 9),
@@ -52,12 +47,15 @@ ENDS = {
 
 
 def victim_ends(
-    comm: Communicator, report: Report, how: str, when: str, victim: int, turn: int | None
+    comm: Communicator,
+    report: Report,
+    transport: str,
+    how: str,
+    when: str,
+    victim: int,
+    asked: list[Form],
 ) -> None:
-    cases = [(form, comm.duplicate()) for form in forms(turn)]
-    for _, c in cases:
-        c.barrier()  # collective 0
-    comm.barrier()  # otherwise a rank still in one could notice the death there
+    cases = list(zip(asked, duplicates(comm, transport, len(asked)), strict=True))
     x = torch.ones(LARGE if when == "within" else SMALL)
     works: dict[Form, Work] = {}
 
@@ -74,18 +72,21 @@ def victim_ends(
     early = {form: catch(c, partial(begin, form, c)) for form, c in cases}
     for form, c in cases:
         report((form, early[form] or catch(c, works[form].wait, c.barrier)))
+    meet(comm, "caught", without=victim)  # a rank that leaves now would itself be reported lost
 
 
-@pytest.mark.parametrize(("how", "when", "n", "victim", "turn"), matrix(ENDS))
-def test_a_rank_that_dies_is_reported_lost_by_all_others(forks: Forks, how, when, n, victim, turn):
-    ended = forks(n, victim_ends, how, when, victim, turn)
+@pytest.mark.parametrize(("transport", "how", "when", "n", "victim", "asked"), matrix(ENDS))
+def test_a_rank_that_dies_is_reported_lost_by_all_others(
+    forks: Forks, transport, how, when, n, victim, asked
+):
+    ended = forks(n, victim_ends, transport, how, when, victim, asked)
     code, (died,) = ended[victim]
     assert code == ENDS[how][1]
     after: list[float] = []
     for rank in set(range(n)) - {victim}:
         code, reported = ended[rank]
         assert code == 0
-        assert [form for form, _ in reported] == forms(turn)
+        assert [form for form, _ in reported] == asked
         for form, h in reported:
             assert h is not None, f"{form} raised no error"
             assert h.error == h.again == "PeerLost", h
@@ -94,11 +95,12 @@ def test_a_rank_that_dies_is_reported_lost_by_all_others(forks: Forks, how, when
             assert f"; rank {victim} has ended (" in h.text.splitlines()[0], h
             row = row_of(victim, h.text)
             assert "has ended" in row or "it has closed" in row, h
-            if when == "before":
+            if (transport, when) == ("shm", "before"):  # whose records outlive their ranks
                 assert "user code" in row, h
-                assert re.search(r"barrier #0 at .*/test_deaths.py:", row), h
-            elif when == "after":
+                assert re.search(r"barrier #0 at .*/failing.py:", row), h
+            elif (transport, when) == ("shm", "after"):
                 assert f"{form.name} #1 (" in row, h
             assert h.at - died < ALLOWED, h
             after.append(h.at - died)
-    print(f"{how} {when}, {n} ranks: reported {min(after):.4f} to {max(after):.4f} s later")
+    where = f"{n} ranks over {transport}"
+    print(f"{how} {when}, {where}: reported {min(after):.4f} to {max(after):.4f} s later")

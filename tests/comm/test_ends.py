@@ -4,7 +4,6 @@ memory."""
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -16,7 +15,7 @@ import torch
 import ringdp
 from ringdp import Communicator
 from ringdp.cli.loopback import environment, loopback_store
-from tests.forks import Forks, Report, store
+from tests.forks import Forks, Report, die, store
 from tests.limits import no_descriptor
 from tests.ranks import on_ranks
 
@@ -52,13 +51,13 @@ def with_an_exit_code(comm: Communicator, report: Report) -> None:
 
 def all_killed(comm: Communicator, report: Report) -> None:
     comm.barrier()
-    os.kill(os.getpid(), signal.SIGKILL)
+    die()
 
 
 def after_an_error(comm: Communicator, report: Report) -> None:
     comm.barrier()
     if comm.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+        die()
     try:
         comm.barrier()
     except ringdp.PeerLost:

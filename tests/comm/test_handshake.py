@@ -29,7 +29,7 @@ from tests import limits
 from tests.comm.failing import catch, connect
 from tests.comm.test_deaths import ALLOWED, ENDS
 from tests.comm.test_groups import total
-from tests.forks import CALL_TIMEOUT, Forks, Report, store
+from tests.forks import CALL_TIMEOUT, Forks, Report, die, meet, store
 from tests.ranks import on_ranks
 from tests.transport.test_store_client import Stopped
 
@@ -68,10 +68,6 @@ def test_a_rank_that_ended_before_the_handshake_is_named(
         assert caught.at - died < ALLOWED
 
 
-def kill(*_: object, **__: object) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def refuse(*_: object, **__: object) -> None:
     raise CommunicationError("no shared memory here")
 
@@ -84,7 +80,7 @@ def fail_during_handshake(
     whole = ringdp.init(transport=transport, timeout=comm.timeout)
     comm.barrier()
     if comm.rank == victim:
-        act = kill if dies else refuse
+        act = die if dies else refuse
         if transport == "c10d":
             wire.ProcessGroupGloo = act
         else:
@@ -116,7 +112,7 @@ def die_before_introduction(comm: Communicator, report: Report, transport: str, 
     whole = ringdp.init(transport=transport, timeout=comm.timeout)
     comm.barrier()
     if comm.rank == 0:
-        handshake.introduce = kill
+        handshake.introduce = die
     report(catch(whole, lambda: MAKE[make](whole)))
 
 
@@ -148,8 +144,7 @@ def test_the_users_timeout_limits_the_handshake(comm: Communicator) -> None:
         talk.wait([f"caught/{r}" for r in others])
         return
     comm.set_timeout(3.0)  # a busy machine may stop a rank for a second
-    talk.set(f"here/{comm.rank}", "")
-    talk.wait([f"here/{r}" for r in others])  # so neither is late for the other
+    meet(comm, "here", without=1)  # so neither is late for the other
     caught = catch(comm, comm.duplicate)
     talk.set(f"caught/{comm.rank}", "")
     assert caught.error == "CollectiveTimeout"
@@ -187,7 +182,7 @@ def communicator_over_a_group_with_a_missing_rank(
     if not ends:  # now that both have come
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5))
     if comm.rank == 1:
-        kill() if ends else talk.wait(["caught"])
+        die() if ends else talk.wait(["caught"])
         with pytest.raises(CommunicationError, match="but one was late or has left"):
             over(dist.group.WORLD)
         return

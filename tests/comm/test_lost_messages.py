@@ -3,7 +3,6 @@ error."""
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
@@ -15,10 +14,10 @@ from torch import Tensor
 
 import ringdp
 from ringdp import Communicator
-from tests.comm.failing import Caught, catch, fallible, until_failed
+from tests.comm.failing import catch, duplicates, fallible, until_failed
 from tests.comm.test_failures import ALLOWED
 from tests.comm.test_messages import LARGE
-from tests.forks import Forks, Report, store
+from tests.forks import Forks, Report, die, meet, store
 from tests.limits import address_space_limit
 from tests.ranks import on_ranks
 
@@ -73,29 +72,29 @@ def test_a_message_that_does_not_come_is_a_timeout(comm: Communicator, what: str
     assert caught.seconds < ALLOWED
 
 
-def peer_is_killed(comm: Communicator) -> list[Caught | None]:
+def peer_is_killed(comm: Communicator, report: Report, transport: str) -> None:
     """Rank 1 dies in the middle of a message; each kind of call uses a communicator of its own."""
     x = torch.zeros(50 * LARGE)
-    with comm.duplicate() as a, comm.duplicate() as b, comm.duplicate() as c:
-        comm.barrier()
-        if comm.rank == 1:
-            threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
-            while True:
-                comm.send(x, 0)
-        within = [catch(comm, lambda: [comm.recv(x, 1) for _ in range(1000)])] * (comm.rank == 0)
-        others = [
-            catch(a, lambda: a.recv(x, 1)),
-            catch(b, lambda: b.recv(x)),
-            catch(c, lambda: c.send(x, 1)),
-        ]
-        return within + others
+    whole, a, b, c = duplicates(comm, transport, 4)
+    if comm.rank == 1:
+        threading.Timer(0.05, die).start()
+        while True:
+            whole.send(x, 0)
+    if comm.rank == 0:
+        report(catch(whole, lambda: [whole.recv(x, 1) for _ in range(1000)]))
+    report(catch(a, lambda: a.recv(x, 1)))
+    report(catch(b, lambda: b.recv(x)))
+    report(catch(c, lambda: c.send(x, 1)))
+    meet(comm, "caught", without=1)
 
 
-def test_a_killed_peer_is_named(fresh_ranks):
-    found = fresh_ranks(3).outcomes(peer_is_killed)
-    assert found[1] is None
-    for rank in (0, 2):
-        for caught in found[rank]:
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_a_killed_peer_is_named(forks: Forks, transport: str):
+    first, (code, _), last = forks(3, peer_is_killed, transport)
+    assert code == -signal.SIGKILL
+    for code, reported in (first, last):
+        assert code == 0
+        for caught in reported:
             assert caught.error == caught.again == "PeerLost"
             assert "rank 1 has ended" in caught.text
             assert caught.seconds < ALLOWED

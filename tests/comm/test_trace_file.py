@@ -17,7 +17,7 @@ import torch
 import ringdp
 from ringdp.comm import tracing
 from ringdp.tape.meeting import Meeting
-from tests.forks import CALL_TIMEOUT, store
+from tests.forks import CALL_TIMEOUT, die, store
 from tests.ranks import on_ranks
 from tests.tape.traces import TraceFile, read_trace
 
@@ -36,7 +36,7 @@ def rank_1_dies(comm: ringdp.Communicator, report, path: Path, transport: str) -
             if comm.rank == 1:
                 # otherwise they could notice the death in the first call
                 talk.wait(["done/0", "done/2"])
-                os.kill(os.getpid(), signal.SIGKILL)
+                die()
             comm.all_reduce(torch.ones(10))
     except ringdp.PeerLost as e:
         report(str(e).splitlines()[0])
@@ -59,7 +59,7 @@ def test_a_rank_that_dies_leaves_the_others_parts_and_its_name(forks, tmp_path, 
 def die_before_the_trace(comm: ringdp.Communicator, report, path: Path, who: int) -> None:
     comm.barrier()
     if comm.rank == who:
-        os.kill(os.getpid(), signal.SIGKILL)
+        die()
     try:
         with ringdp.trace(path):
             report("it has started")

@@ -5,12 +5,8 @@ from __future__ import annotations
 
 import gc
 import os
-import re
-import signal
-import socket
 import threading
 import time
-from typing import Any
 
 import pytest
 import torch
@@ -21,13 +17,10 @@ from ringdp import Communicator, Work
 from ringdp.comm.rendezvous import over
 from ringdp.transport.base import Link
 from ringdp.transport.c10d.shutdown import BATCH
-from ringdp.transport.store import failures
-from ringdp.transport.store.processes import process_state
 from tests.comm import test_messages
-from tests.comm.failing import Caught, catch, held
-from tests.comm.test_late import TIMEOUT
-from tests.forks import CALL_TIMEOUT, Ended, Forks, Report, store
-from tests.ports import CONNECTED, sockets, unused_port
+from tests.comm.failing import catch, held
+from tests.forks import CALL_TIMEOUT
+from tests.ports import CONNECTED, sockets
 from tests.ranks import on_ranks
 from tests.transport.offered import offered
 from tests.transport.over import init_over
@@ -158,145 +151,6 @@ def test_a_message_of_another_length_is_a_mismatch_on_both(comm: Communicator) -
     assert "expected 19996 bytes of float32 with tag 0 from rank 0" in caught.text
 
 
-def kill_rank_1(comm: Communicator) -> list[Caught | None]:
-    c = ringdp.init(transport="c10d", timeout=CALL_TIMEOUT)
-    others = [c.duplicate() for _ in range(2)]
-    c.barrier()
-    comm.barrier()  # otherwise a rank still in the first barrier could notice the death there
-    if comm.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    x = torch.ones(5000)
-    a, b = others
-    calls = (lambda: c.all_reduce(x), c), (lambda: a.recv(x), a), (lambda: b.recv(x, 1), b)
-    return [catch(on, call) for call, on in calls]
-
-
-def test_a_killed_rank_is_named_on_every_other(fresh_ranks):
-    said = fresh_ranks(3).outcomes(kill_rank_1)
-    assert said[1] is None
-    for rank in (0, 2):
-        for caught in said[rank]:
-            assert caught.error == caught.again == "PeerLost", caught
-            assert "rank 1 has ended" in caught.text
-
-
-def rank_2_dies_while_0_waits_for_1(comm: Communicator, report: Report) -> None:
-    """Rank 2 is killed while rank 0 waits for rank 1, which has not called the collective."""
-    c, talk = ringdp.init(transport="c10d", timeout=CALL_TIMEOUT), store()
-    c.barrier()
-    comm.barrier()
-    if comm.rank == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    if comm.rank == 1:
-        talk.wait(["caught"])
-    report(catch(c, lambda: c.broadcast(torch.ones(10), 1)))
-    talk.set("caught", "")
-    talk.wait(["caught"])
-
-
-def test_a_death_is_reported_to_a_rank_that_waits_for_another(forks: Forks):
-    here, there, (code, _) = forks(3, rank_2_dies_while_0_waits_for_1)
-    assert code == -signal.SIGKILL
-    for code, (caught,) in (here, there):
-        assert code == 0
-        assert caught.error == caught.again == "PeerLost", caught
-        assert "; rank 2 has ended (process" in caught.text
-
-
-@on_ranks(3)
-def test_a_rank_that_closes_is_lost_to_the_others(comm: Communicator) -> None:
-    """Rank 1 closes while the others still need it."""
-    c = init_over(comm, "c10d")
-    c.barrier()
-    comm.barrier()
-    if comm.rank == 1:
-        c.close()
-        comm.barrier()
-        return
-    caught = catch(c, c.barrier)
-    comm.barrier()
-    c.close()
-    assert caught.error == caught.again == "PeerLost"
-    assert "rank 1 has ended" in caught.text
-
-
-def rank_0_serves(comm: Communicator) -> Any:
-    """From now on rank 0 serves the job's store, while it lives; the launcher's store passes its
-    pid."""
-    talk = store()
-    if comm.rank == 0:
-        talk.set("port", str(unused_port()))
-        talk.set("server", str(os.getpid()))
-    os.environ["MASTER_PORT"] = talk.get("port").decode()
-    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
-    return talk
-
-
-@on_ranks(3, pool="forked")
-def test_rank_0_may_end_first_with_the_store_it_serves(comm: Communicator) -> None:
-    """The job's store is served by rank 0 and ends with it."""
-    talk = rank_0_serves(comm)
-    whole = ringdp.init(transport="c10d", timeout=CALL_TIMEOUT)
-    other = whole.duplicate()
-    for c in (whole, other):
-        c.barrier()
-    talk.set(f"out/{comm.rank}", "")
-    talk.wait([f"out/{rank}" for rank in range(comm.size)])
-    if comm.rank > 0:
-        while not process_state(int(talk.get("server"))).endswith("ended"):
-            time.sleep(0.01)
-        time.sleep(2 * failures.LOOK)  # long enough for the others to notice
-    whole.close()
-    other.close()
-
-
-def server_stops(comm: Communicator, report: Report, transport: str) -> None:
-    """Rank 0, which serves the store, is stopped for a while."""
-    talk = rank_0_serves(comm)
-    whole = ringdp.init(transport=transport, timeout=CALL_TIMEOUT)
-    other = whole.duplicate()
-    for c in (whole, other):
-        c.barrier()
-    if comm.rank == 0:
-        while not talk.check([f"seen/{r}" for r in (1, 2)]):
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGSTOP)
-        report(catch(other, other.barrier))
-        talk.set("caught/0", "")
-    else:
-        server = int(talk.get("server"))
-        while (
-            whole._transport._status._pids[0] != server
-            or other._transport._status._pids[0] != server
-        ):
-            time.sleep(0.01)
-        talk.set(f"seen/{comm.rank}", "")
-        while "stopped" not in process_state(server):
-            time.sleep(0.01)
-        report(catch(whole, lambda: whole.all_reduce(torch.ones(1), async_op=True).wait(TIMEOUT)))
-        other.set_timeout(TIMEOUT)
-        report(catch(other, other.duplicate))
-        talk.set(f"caught/{comm.rank}", "")
-        talk.wait([f"caught/{r}" for r in (1, 2)])
-        os.kill(server, signal.SIGCONT)
-    talk.wait([f"caught/{r}" for r in range(comm.size)])
-    comm.barrier()
-
-
-def test_a_stopped_rank_0_that_serves_the_store_is_a_timeout(forks: Forks):
-    assert_rank_0_is_late(forks(3, server_stops, "c10d"))
-
-
-def assert_rank_0_is_late(ended: list[Ended]) -> None:
-    (code, (there,)), *others = ended
-    assert (code, there.error) == (0, "CollectiveTimeout"), there
-    for code, said in others:
-        assert code == 0
-        for caught in said:
-            assert caught.error == caught.again == "CollectiveTimeout", caught
-            assert re.search(r"; rank 0 gives no answer \(process \d+ is stopped\)", caught.text)
-
-
 def resources_are_freed(comm: Communicator, transport: str, closes: bool) -> None:
     """A communicator's threads and descriptors are freed with it, even though every rank watches
     the others."""
@@ -357,17 +211,6 @@ def test_a_forked_child_may_drop_its_communicators(comm: Communicator) -> None:
     for one in closes:
         one.close()
     assert status == 0
-
-
-@on_ranks(1, pool="forked")
-def test_connecting_to_a_stopped_rank_0_is_an_error(comm: Communicator) -> None:
-    """The store's server accepts connections but never answers."""
-    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
-    with socket.create_server(("127.0.0.1", 0)) as stopped:
-        os.environ |= {"MASTER_PORT": str(stopped.getsockname()[1]), "RANK": "1", "WORLD_SIZE": "2"}
-        with pytest.raises(ringdp.CommunicationError, match="the store has given no answer") as e:
-            ringdp.init(timeout=TIMEOUT)
-    assert "rank 1 cannot reach rank 0's store at 127.0.0.1" in str(e.value)
 
 
 def test_unknown_transports_and_options_are_refused():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,13 +13,13 @@ import torch
 import ringdp
 from ringdp import Communicator
 from ringdp.transport.store import status
-from tests.comm.failing import catch, until_failed
+from tests.comm.failing import catch, duplicates, until_failed
 from tests.equal import equal
-from tests.forks import CALL_TIMEOUT
+from tests.forks import CALL_TIMEOUT, Forks, Report, die, meet
 from tests.parallel.test_engine import train
 from tests.ranks import on_ranks
 from tests.transport.device_bodies import Trained, ddp, train_clipped
-from tests.transport.nccl.faults import only_with_host_nccl
+from tests.transport.nccl.faults import LOSE, fault, only_with_host_nccl
 from tests.transport.offered import offered
 from tests.transport.over import init_over, over
 from tests.transport.test_conformance import LONG, NAMES, ROWS, Case, assert_simulators_bits
@@ -95,6 +96,27 @@ def test_mismatched_calls_raise_on_both_ranks(comm: Communicator, what: str) -> 
         assert "rank 0: all_reduce #0 (float32, sum) of 5000 elements" in caught.text
         assert "rank 1: broadcast #0 (float32, root 0) of 5000 elements" in caught.text
         assert caught.text.count("test_devices.py:") == 4  # in two lines, and in the table
+
+
+def rank_1_is_killed(comm: Communicator, report: Report, transport: str) -> None:
+    """Over NCCL within its launch."""
+    one, other = duplicates(comm, transport, 2)
+    if comm.rank == 1:
+        fault(LOSE, launches=1) if transport == "nccl-host" else die()
+    x = torch.ones(5000)
+    report(catch(one, lambda: one.all_reduce(x)))
+    report(catch(other, lambda: other.all_gather(x.repeat(3), x)))
+    meet(comm, "caught", without=1)
+
+
+def test_a_killed_rank_is_named_on_every_other(forks: Forks, transport: str) -> None:
+    first, (code, _), last = forks(3, rank_1_is_killed, transport)
+    assert code == -signal.SIGKILL
+    for code, reported in (first, last):
+        assert code == 0
+        for caught in reported:
+            assert caught.error == caught.again == "PeerLost", caught
+            assert "rank 1 has ended" in caught.text
 
 
 @on_ranks(3)

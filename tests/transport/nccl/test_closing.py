@@ -23,7 +23,8 @@ from tests.forks import Forks
 from tests.ranks import on_ranks
 from tests.transport.nccl.behind import BehindStreams, SpiedComm, put_behind
 from tests.transport.nccl.faults import only_with_host_nccl
-from tests.transport.test_c10d import assert_rank_0_is_late, resources_are_freed, server_stops
+from tests.transport.test_c10d import resources_are_freed
+from tests.transport.test_c10d_failures import assert_rank_0_is_late, server_stops
 from tests.waiting import wait_until
 
 only_with_host_nccl()
