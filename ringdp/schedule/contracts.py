@@ -40,8 +40,8 @@ def contract(collective: Collective, n: int, chunks: int, root: int = 0) -> Cont
         sent = {c: frozenset({(c // n, c)}) for c in range(chunks)}
         return Contract({(c // n, c): sent[c] for c in sent}, {(c % n, c): sent[c] for c in sent})
     slots = [(r, c) for r in range(n) for c in range(chunks)]
-    own = {(r, c): frozenset({(r, c)}) for r, c in slots}
-    total = [frozenset((q, c) for q in range(n)) for c in range(chunks)]
+    own = {slot: frozenset({slot}) for slot in slots}
+    total = [frozenset[Slot]().union(*(own[q, c] for q in range(n))) for c in range(chunks)]
     whole = {(root, c): own[root, c] for c in range(chunks)}
     match collective:  # those without shards
         case "all_reduce":

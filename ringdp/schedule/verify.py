@@ -77,7 +77,7 @@ def _round(schedule: Schedule, r: int, transfers: tuple[Transfer, ...], state: S
             raise fail(f"adds to {_place(schedule, target)}, which holds nothing yet")
         if twice := after[target] & state[source]:
             raise fail(f"counts {_text(twice)} twice in rank {t.dst} chunk {t.write}")
-        after[target] |= state[source]
+        after[target] = state[source] | after[target]  # copies the first, mostly the larger
     return after
 
 
