@@ -108,6 +108,15 @@ def test_numpy_is_imported_by_two_files_of_the_schedule_package():
     assert sorted(users) == ["ringdp.schedule.cost", "ringdp.schedule.program"]
 
 
+def test_the_engines_files_are_short_enough_to_read():
+    lines = {
+        module: path.read_text(encoding="utf-8").count("\n")
+        for module, path in MODULES.items()
+        if room(module) == "parallel"
+    }
+    assert not {module: count for module, count in lines.items() if count > 350}
+
+
 def test_there_are_no_import_cycles():
     graph = {m: {i for i in imports(m) if i in MODULES} for m in MODULES}
     done: set[str] = set()

@@ -25,7 +25,8 @@ from ringdp.parallel.gathering import Gathering
 from ringdp.parallel.grad_hooks import UnitGradHooks
 from ringdp.parallel.guards.resting import unguarded
 from ringdp.parallel.reducing import Reducing
-from ringdp.parallel.unit import FlatUnit, State
+from ringdp.parallel.state import State
+from ringdp.parallel.unit import FlatUnit
 
 
 class _Backward(NamedTuple):

@@ -39,7 +39,8 @@ from ringdp.parallel.optimizer import state as optim_state
 from ringdp.parallel.precision import Precision
 from ringdp.parallel.reducing import Reducing
 from ringdp.parallel.stages import Stage
-from ringdp.parallel.unit import FlatUnit, State
+from ringdp.parallel.state import State
+from ringdp.parallel.unit import FlatUnit
 from ringdp.parallel.values.inputs import called, cast_at, cast_output, move_inputs
 from ringdp.parallel.values.outputs import UnitOutputs
 from ringdp.tape import recorder

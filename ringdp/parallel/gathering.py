@@ -16,7 +16,8 @@ from ringdp.comm import Communicator
 from ringdp.parallel.guards.computed import refuse_lost
 from ringdp.parallel.prefetch import Groups, ahead, forecast, one_unit, position_of
 from ringdp.parallel.reducing import Reducing
-from ringdp.parallel.unit import FlatUnit, State
+from ringdp.parallel.state import State
+from ringdp.parallel.unit import FlatUnit
 
 
 class Gathering:

@@ -1,22 +1,20 @@
-"""One unit's tensors and its state: how it is gathered and freed. `gathering` decides when."""
+"""One unit's tensors: how they are gathered and freed. `gathering` decides when."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum, auto
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from ringdp.comm import Communicator, Work
-from ringdp.errors import UsageError
 from ringdp.kernels import flatten
 from ringdp.parallel import layout
 from ringdp.parallel.accounting.memory import Ledger, widths_of
 from ringdp.parallel.cut import Cut
 from ringdp.parallel.gradients import Gradients
-from ringdp.parallel.guards import resting
+from ringdp.parallel.guards import assigned, resting
 from ringdp.parallel.guards.computed import (
     ComputeParam,
     GatheredParam,
@@ -28,30 +26,8 @@ from ringdp.parallel.guards.computed import (
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.pool import beside, show
 from ringdp.parallel.stages import Stage
+from ringdp.parallel.state import State
 from ringdp.parallel.units import UnitSpec
-
-
-class State(Enum):
-    """
-    SHARDED --gather--> GATHERING --unshard--> UNSHARDED --reshard--> SHARDED
-    UNSHARDED --set_aside--> GATHERING --drop--> SHARDED
-    SHARDED --summon--> SUMMONED --dismiss--> SHARDED
-
-    In stage 0 a unit is always UNSHARDED instead of SHARDED, unless its masters are apart.
-    """
-
-    SHARDED = auto()
-    """The parameters are flat slices of this rank's master shard (in stage 0: whole masters), which
-    the optimizer may step. Stages 1 and 2 keep the full buffer, where the other ranks' shards are
-    out of date; stage 3 has freed it."""
-    GATHERING = auto()
-    """As SHARDED, and an all_gather fills the full buffer (in stage 3, what becomes its memory), or
-    it has the last use's values."""
-    UNSHARDED = auto()
-    """The modules' parameters are views of the full buffer, in their own shapes."""
-    SUMMONED = auto()
-    """The parameters are views of a full buffer of masters, in their own shapes, allocated for this
-    alone, so that a state_dict may keep it."""
 
 
 class FlatUnit:
@@ -283,13 +259,7 @@ class FlatUnit:
 
     def check(self, tensors: Sequence[Tensor]) -> None:
         """Raise UsageError if a parameter has another shape or dtype than its tensor."""
-        for p, tensor, entry in zip(self.parameters, tensors, self.plan.entries, strict=True):
-            if p.shape != tensor.shape or p.dtype != tensor.dtype:
-                raise UsageError(
-                    f"parameter {entry.name} has become {p.dtype}{list(p.shape)}, by `.data` or "
-                    f"`.to()`; in the sharded model it is {tensor.dtype}{list(tensor.shape)}. "
-                    "Change the model before shard(), or values in place"
-                )
+        assigned.check(self.parameters, tensors, [e.name for e in self.plan.entries])
 
     @torch.inference_mode(False)  # inference tensors cannot train
     def _move(self) -> None:
@@ -308,15 +278,14 @@ class FlatUnit:
     def _settle_in(self, tensors: Sequence[Tensor]) -> None:
         """Point the parameters to these tensors, at rest."""
         self._point(self.parameters, tensors)
-        self._homes = [_home(t) for t in tensors]
+        self._homes = assigned.homes(tensors)
 
     @resting.unguarded
     def _has_moved(self) -> bool:
         """Whether the user has assigned to a parameter's `.data`. Runs in every gather."""
         dtype = self.dtypes.master
-        return any(
-            _home(p) != home or p.dtype != dtype
-            for p, home in zip(self.parameters, self._homes, strict=True)
+        return assigned.homes(self.parameters) != self._homes or any(
+            p.dtype != dtype for p in self.parameters
         )
 
     @property
@@ -363,12 +332,6 @@ class FlatUnit:
     def _point(self, parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor]) -> None:
         for parameter, tensor in zip(parameters, tensors, strict=True):
             set_data(parameter, tensor)
-
-
-def _home(tensor: Tensor) -> int:
-    """The address of its memory. A slice without elements has one, too: every rank must see an
-    assignment to `.data`, wherever the elements are."""
-    return tensor.data_ptr() or tensor.untyped_storage().data_ptr()
 
 
 def _copy(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import ringdp
 from ringdp import Communicator
-from ringdp.parallel.unit import State
+from ringdp.parallel.state import State
 from tests.equal import equal
 from tests.ranks import on_ranks
 

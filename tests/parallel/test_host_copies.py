@@ -13,7 +13,8 @@ import torch
 import ringdp
 from ringdp.parallel.reducing import Reducing, _Turn
 from ringdp.parallel.stages import STAGES
-from ringdp.parallel.unit import FlatUnit, State
+from ringdp.parallel.state import State
+from ringdp.parallel.unit import FlatUnit
 
 
 class Stream:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import ringdp
 from ringdp import Communicator, Offload
-from ringdp.parallel.unit import State
+from ringdp.parallel.state import State
 from tests.parallel.loop_cases import CASES, Batches, Case
 from tests.parallel.loop_models import WIDTH
 

@@ -15,7 +15,8 @@ from typing import Any, Literal, NamedTuple
 from ringdp.parallel.gathering import Gathering
 from ringdp.parallel.prefetch import Groups
 from ringdp.parallel.reducing import Reducing
-from ringdp.parallel.unit import FlatUnit, State
+from ringdp.parallel.state import State
+from ringdp.parallel.unit import FlatUnit
 
 
 class Event(NamedTuple):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ringdp.errors import CheckpointError, UsageError
 from ringdp.parallel.engine import Engine, check_engine
-from ringdp.parallel.unit import State
+from ringdp.parallel.state import State
 
 
 class Piece(NamedTuple):

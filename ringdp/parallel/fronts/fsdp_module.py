@@ -21,7 +21,8 @@ from ringdp.parallel.fronts.full_tensor import FullTensor
 from ringdp.parallel.gathering import Gathering
 from ringdp.parallel.precision import Precision
 from ringdp.parallel.refuse import MissingAttribute
-from ringdp.parallel.unit import FlatUnit, State
+from ringdp.parallel.state import State
+from ringdp.parallel.unit import FlatUnit
 from ringdp.parallel.values.outputs import own_modules
 
 

@@ -23,7 +23,8 @@ from ringdp.errors import UsageError
 from ringdp.parallel.gathering import Gathering
 from ringdp.parallel.guards.copies import AddHook
 from ringdp.parallel.guards.unmanaged import Unmanaged
-from ringdp.parallel.unit import FlatUnit, State
+from ringdp.parallel.state import State
+from ringdp.parallel.unit import FlatUnit
 
 
 def guard(

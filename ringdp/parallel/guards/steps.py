@@ -16,7 +16,8 @@ from torch.optim.optimizer import (
 
 from ringdp.errors import UsageError
 from ringdp.parallel.guards import resting, sliced
-from ringdp.parallel.unit import FlatUnit, State
+from ringdp.parallel.state import State
+from ringdp.parallel.unit import FlatUnit
 
 # Classes, torch's and others', that need a parameter, or all of them, as a whole.
 _NOT_BY_ELEMENT = {

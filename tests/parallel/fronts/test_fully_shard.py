@@ -19,7 +19,7 @@ from ringdp.parallel import fronts
 from ringdp.parallel.fronts import fsdp_module
 from ringdp.parallel.fronts.fsdp_module import FSDPModule
 from ringdp.parallel.fronts.full_tensor import FullTensor
-from ringdp.parallel.unit import State
+from ringdp.parallel.state import State
 from tests.parallel.ddp.cases import gloo
 from tests.parallel.small import assert_trains, batch, loss, net
 from tests.ranks import on_ranks
