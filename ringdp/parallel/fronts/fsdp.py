@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any, Self
 
 import torch
@@ -29,6 +28,7 @@ from ringdp.parallel.fronts.fsdp_arguments import (
     units_of,
 )
 from ringdp.parallel.fronts.fsdp_optim import by_name, by_number, names_of
+from ringdp.parallel.fronts.fsdp_state import save_as_unwrapped
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.optimizer.clip import clip_grad_norm_
 from ringdp.parallel.refuse import MissingAttribute, check_whole, checked_module, refuse
@@ -148,11 +148,7 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
             narrowed = cast_buffers(module, mixed_precision.buffer_dtype, precision)
         for m in inner:
             m.engine = self.engine
-        # In a state_dict, too, names are those of the unwrapped model.
-        without, back = partial(_rename, "module.", ""), partial(_rename, "", "module.")
-        self.register_state_dict_post_hook(without)  # type: ignore[no-untyped-call]
-        self.register_state_dict_post_hook(partial(_cast, narrowed))  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_pre_hook(back)  # type: ignore[no-untyped-call]
+        save_as_unwrapped(self, narrowed)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
@@ -348,20 +344,3 @@ def _wrapper(caller: str, module: nn.Module) -> FullyShardedDataParallel:
 def _check_config(argument: str, given: object, allowed: str) -> None:
     if given is not None and type(given).__name__ != allowed:
         raise UsageError(f"state_dict_type: {argument}={given!r}; allowed: a {allowed}, or None")
-
-
-def _rename(
-    old: str, new: str, _: nn.Module, state: dict[str, Any], prefix: str, *_others: Any
-) -> None:
-    """Replace `old` by `new` after the prefix of all keys, at once: a new key may be an old one."""
-    before, old, new = [*state.items()], prefix + old, prefix + new
-    state.clear()
-    state.update({k.replace(old, new, 1) if k.startswith(old) else k: v for k, v in before})
-
-
-def _cast(
-    to: dict[str, torch.dtype], _: nn.Module, state: dict[str, Any], prefix: str, *_others: Any
-) -> None:
-    for name, dtype in to.items():
-        if (key := prefix + name) in state:  # others are not persistent
-            state[key] = state[key].to(dtype)
