@@ -230,13 +230,15 @@ def test_a_reduce_to_any_root_has_the_bits_of_all_reduce(
 def test_input_and_output_may_overlap(comm: Communicator) -> None:
     """The input is any part of the output, or begins with the rank's own but has another stride."""
     n, me = comm.size, comm.rank
-    for shift in range(3 * n - 2):
+    for shift, (gather, scatter) in product(
+        range(3 * n - 2), (("direct",) * 2, ("ring", "binomial"))
+    ):
         out = torch.arange(3 * n) + 100 * me
-        comm.all_gather(out, out[shift : shift + 3])
+        comm.all_gather(out, out[shift : shift + 3], algorithm=gather)
         want = torch.cat([torch.arange(shift, shift + 3) + 100 * r for r in range(n)])
         assert torch.equal(out, want)
         out = torch.arange(3 * n) + 100 * me
-        comm.scatter(out[shift : shift + 3], out, root=1)
+        comm.scatter(out[shift : shift + 3], out, root=1, algorithm=scatter)
         want = torch.arange(3 * n) + 100 * me
         want[shift : shift + 3] = torch.arange(3 * me, 3 * me + 3) + 100
         assert torch.equal(out, want)
