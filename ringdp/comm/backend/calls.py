@@ -81,7 +81,7 @@ class Calls:
     def _tracked(self, work: GroupWork, span: record_function | None) -> GroupWork:
         """Let the span end with the work, and `_end_coalescing` return it with others."""
         if span is not None:
-            span._call_end_callbacks_on_future(work.get_future())  # type: ignore[arg-type]
+            work.end_span(span)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work

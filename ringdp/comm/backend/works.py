@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -91,6 +92,14 @@ class GroupWork(TorchWork):
                 for finish in self._finishes:
                     finish()
                 self._finishes = ()
+
+    def end_span(self, span: record_function) -> None:
+        """Let the span end with the work, and before `wait` returns: the profiler, which the caller
+        may stop then, frees the memory that the end of a span is written to."""
+        ended: torch.futures.Future[None] = torch.futures.Future()
+        span._call_end_callbacks_on_future(ended)
+        self._finishes = (*self._finishes, partial(ended.set_result, None))
+        self.get_future()  # whose thread ends it where the caller is late
 
     def synchronize(self) -> None:
         self.wait()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ringdp import Communicator
+from ringdp.comm.backend import moves
 from ringdp.comm.backend.buckets import SWAPS
+from ringdp.comm.backend.works import Watcher
 from tests.comm.backend.jobs import world
 from tests.forks import Report
 from tests.ranks import on_ranks
@@ -117,6 +120,38 @@ def test_the_profiler_sees_collectives(comm: Communicator) -> None:
                 ddp(rows(comm.rank)).sum().backward()
     counts = {event.key: event.count for event in profile.key_averages()}
     assert counts["ringdp:all_reduce"] == steps
+
+
+class Span:
+    """Stands in for torch's record_function, which crashes if the profiler has stopped before it
+    ends."""
+
+    has_ended = False
+
+    def _call_end_callbacks_on_future(self, future: torch.futures.Future[None]) -> None:
+        def end(_: torch.futures.Future[None]) -> None:
+            self.has_ended = True
+
+        future.add_done_callback(end)
+
+
+@on_ranks(2)
+def test_a_span_of_the_profiler_has_ended_when_its_work_was_waited_for(comm: Communicator) -> None:
+    span, x = Span(), torch.ones(3)
+    with (
+        world(comm, "ringdp"),
+        mock.patch.object(moves, "span_of", return_value=span),
+        mock.patch.object(Watcher, "watch"),  # its thread is late
+    ):
+        if comm.rank == 0:
+            work = dist.irecv(x, 1)
+            comm.barrier()
+            assert not span.has_ended
+            work.wait()
+            assert span.has_ended
+        else:
+            comm.barrier()
+            dist.send(x, 0)
 
 
 def lies_shared(group: dist.ProcessGroup, tensor: Tensor) -> bool:
