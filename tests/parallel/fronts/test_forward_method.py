@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, register_fsdp_forward_m
 
 from ringdp import Communicator
 from ringdp.parallel import fronts
-from ringdp.parallel.unit import State
+from ringdp.parallel.state import State
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
