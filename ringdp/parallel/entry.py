@@ -23,7 +23,7 @@ from ringdp.parallel.replicas import broadcast, check_equal, check_writable, fac
 from ringdp.parallel.stages import Stage, stage_of
 from ringdp.parallel.tracing.engine import EngineTracer
 from ringdp.parallel.unit import FlatUnit
-from ringdp.parallel.units import UnitSpec, find_units
+from ringdp.parallel.units import UnitRule, UnitSpec, find_units
 from ringdp.tape import recorder
 
 
@@ -31,7 +31,7 @@ def shard(
     model: nn.Module,
     *,
     stage: int,
-    unit: ModuleRule | int | None = None,
+    unit: UnitRule = None,
     precision: Precision | None = None,
     offload: Offload | None = None,
     comm: Communicator | ProcessGroup | None = None,

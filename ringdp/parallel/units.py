@@ -33,6 +33,8 @@ from ringdp.parallel.precision import (
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _UNCALLED = (*_CONTAINERS, NonDynamicallyQuantizableLinear)
 
+UnitRule = ModuleRule | int | set[nn.Module] | None
+
 
 class UnitSpec(NamedTuple):
     """A unit: its name in the model ("" for the root), its module, its (name, parameter) pairs, and
@@ -47,7 +49,7 @@ class UnitSpec(NamedTuple):
 
 def find_units(
     model: nn.Module,
-    rule: ModuleRule | int | None,
+    rule: UnitRule,
     *,
     persist_below: int = 0,
     precision: Precision | None = None,
@@ -55,12 +57,14 @@ def find_units(
     """The root's units, then the others in order of registration; only the root may be empty.
 
     `rule`: a module class, several, a predicate, or a number: the outermost modules of at most that
-    many elements. Without a rule every entry of a ModuleList or Sequential is a unit, the outermost
-    where they nest. Raises UsageError if there is no parameter; unless all are floating-point, in
-    memory of their own, and on one device (or on meta); for a module that takes no hooks, whose
-    forward changes its weights, or that reduces gradients; or if gradients cannot be cast as
-    `precision` says.
+    many elements; or the set of modules, chosen by hand. Without a rule every entry of a ModuleList
+    or Sequential is a unit, the outermost where they nest. Raises UsageError if there is no
+    parameter, except with a set; unless all are floating-point, in memory of their own, and on one
+    device (or on meta); for a module that takes no hooks, whose forward changes its weights, or
+    that reduces gradients; or if gradients cannot be cast as `precision` says.
     """
+    if not isinstance(rule, set) and next(model.parameters(), None) is None:
+        raise UsageError("the model has no parameter")
     _check_modules(model)
     _check_parameters(model)
     precision = precision or Precision()
@@ -111,7 +115,9 @@ def _check_casts(units: Iterable[UnitSpec]) -> None:
             ) from None
 
 
-def _chosen(model: nn.Module, rule: ModuleRule | int | None) -> set[nn.Module]:
+def _chosen(model: nn.Module, rule: UnitRule) -> set[nn.Module]:
+    if isinstance(rule, set):
+        return _hooked(rule)
     if rule is None:
         return _outermost(model, lambda at, _: isinstance(at, nn.ModuleList | nn.Sequential))
     if isinstance(rule, int) and not isinstance(rule, bool):
@@ -143,6 +149,11 @@ def _matching(model: nn.Module, rule: ModuleRule) -> set[nn.Module]:
     if not chosen:
         kinds = ", ".join(sorted({type(m).__name__ for m in within})) or "no modules"
         raise UsageError(f"unit={rule!r} matches no module within the model; it has {kinds}")
+    return _hooked(chosen)
+
+
+def _hooked(chosen: set[nn.Module]) -> set[nn.Module]:
+    """Without those whose parameters another module uses. Raises UsageError for a container."""
     for m in chosen:
         if isinstance(m, _CONTAINERS):
             raise UsageError(f"a {type(m).__name__} cannot be a unit: it has no forward")
@@ -176,20 +187,16 @@ def _check_parameters(model: nn.Module) -> None:
     for name, t in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(t):
             raise UsageError(f"{name} has no shape yet; give its lazy module a batch first")
-    parameters = list(model.named_parameters())
-    if not parameters:
-        raise UsageError("the model has no parameter")
-    placed = [(name, p) for name, p in parameters if not p.is_meta]
-    first_name, first = (placed or parameters)[0]
+    placed = [(name, p.device) for name, p in model.named_parameters() if not p.is_meta]
     lies: dict[int, str] = {}  # address -> name
-    for name, p in parameters:
+    for name, p in model.named_parameters():
         if p.dtype not in FLOATS:
             raise UsageError(
                 f"parameter {name} is {p.dtype}; parameters must be floats of 16, 32 or 64 bits"
             )
-        if not p.is_meta and p.device != first.device:
+        if not p.is_meta and p.device != placed[0][1]:
             raise UsageError(
-                f"parameters must be on one device: {first_name} is on {first.device}, "
+                f"parameters must be on one device: {placed[0][0]} is on {placed[0][1]}, "
                 f"{name} on {p.device}"
             )
         if p.data_ptr() and (other := lies.setdefault(p.data_ptr(), name)) != name:

@@ -19,7 +19,7 @@ from ringdp.comm import Communicator
 from ringdp.errors import UsageError
 from ringdp.parallel.engine import Engine
 from ringdp.parallel.entry import shard
-from ringdp.parallel.fronts.fsdp2 import WHOLE, take_in
+from ringdp.parallel.fronts.fsdp2 import take_in
 from ringdp.parallel.fronts.fsdp_arguments import (
     cast_buffers,
     device_of,
@@ -136,7 +136,7 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
         self.engine = shard(
             module,
             stage=stage,
-            unit=units.__contains__ if units else WHOLE,
+            unit=units,
             precision=precision,
             offload=offload,
             init=param_init_fn,

@@ -27,8 +27,6 @@ from ringdp.parallel.offload import Offload
 from ringdp.parallel.precision import Precision
 from ringdp.parallel.refuse import checked_module, refuse
 
-WHOLE = 1 << 62  # elements: a unit rule by which the model is one unit
-
 Given = TypeVar("Given", bound=nn.Module | Sequence[nn.Module])
 
 
@@ -94,13 +92,12 @@ def fully_shard(
     within = {n: m for n, m in named if isinstance(m, FSDPModule) and m not in modules}
     stage = _stage(within, asked, reshard_after_forward)
     inner: list[Any] = [*within.values()]
-    units = [*inner, *modules] if several else inner
     live = [m for m in inner if not m.engine.closed]
     ranks = take_in(live, whole, comm, mesh)
     engine = shard(
         whole,
         stage=stage,
-        unit=units.__contains__ if units else WHOLE,
+        unit={*inner, *modules},
         precision=_reduced(asked.mp_policy, whole),
         offload=Offload(stage == 3, optimizer=True, pin=pins) if asked.offload_policy else None,
         comm=ranks,

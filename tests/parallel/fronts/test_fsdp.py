@@ -19,7 +19,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 import ringdp
 from ringdp import Communicator, UsageError
 from ringdp.parallel.fronts import FullyShardedDataParallel
-from tests.parallel.small import batch, loss, net, step
+from tests.parallel.small import assert_trains, batch, loss, net, step
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
@@ -235,3 +235,25 @@ def test_inputs_are_cast_of_the_modules_that_torch_casts_them_of(root, all_input
     assert model.seen == [BF16 if root or all_inputs else torch.float32]
     assert model.unit.seen == [BF16, BF16 if all_inputs else torch.float32]
     model.engine.close()
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@on_ranks(2)
+def test_modules_without_parameters_can_be_wrapped(comm: Communicator, strategy: str) -> None:
+    def wrap(module: nn.Module) -> FullyShardedDataParallel:
+        return FullyShardedDataParallel(module, comm, ShardingStrategy[strategy])
+
+    twin, model = net(), net()
+    for block in (twin, model):
+        block.append(nn.Identity())
+    for at, block in enumerate(model):
+        model[at] = wrap(block)
+    whole = wrap(model)
+    assert [u.plan.name for u in whole.engine.units] == ["", "0", "1", "2"]
+    assert_trains(whole.engine, twin)
+    whole.engine.close()
+    alone = wrap(nn.ReLU())
+    x = batch().requires_grad_()
+    alone(x).sum().backward()
+    assert torch.equal(x.grad, (x > 0).float())
+    alone.engine.close()

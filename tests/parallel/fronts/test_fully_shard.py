@@ -182,3 +182,36 @@ def test_a_weight_tied_between_modules_must_be_sharded_around_both(comm: Communi
     with pytest.raises(UsageError, match="has it, too, shard one around both in place of each"):
         fronts.fully_shard(model[1], comm=comm)
     model[0].engine.close()
+
+
+def train_with_empty_modules(shards: Any) -> list[float]:
+    """A script that shards all children, and modules without parameters by themselves."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*net(), nn.Sequential(nn.ReLU(), nn.Identity()))
+    shards([*model[3]])
+    for child in model:
+        shards(child)
+    shards(model)
+    model[3].set_requires_gradient_sync(True)
+    alone = shards(nn.Tanh())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(3):
+        alone.unshard()
+        out = model(alone(batch(step).requires_grad_()))
+        alone.reshard()
+        (value := alone(out).square().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(value.item())
+    assert list(alone.state_dict()) == []
+    for module in (alone, model):
+        if hasattr(module, "engine"):
+            module.engine.close()
+    return losses
+
+
+@on_ranks(2)
+def test_modules_without_parameters_are_accepted_as_by_torchs(comm: Communicator) -> None:
+    ours, torchs = ours_and_torchs(comm, train_with_empty_modules)
+    assert ours == pytest.approx(torchs)
