@@ -9,6 +9,7 @@ of them that nobody calls.
 from __future__ import annotations
 
 import functools
+import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from typing import Any, TypeVar
@@ -26,6 +27,7 @@ from ringdp.parallel.meta import Init
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.precision import Precision
 from ringdp.parallel.refuse import checked_module, refuse
+from ringdp.parallel.replicas import gather_json
 
 Given = TypeVar("Given", bound=nn.Module | Sequence[nn.Module])
 
@@ -152,19 +154,29 @@ def take_in(
 ) -> Communicator:
     """Close the engines of modules sharded before, and make these whole. Returns the communicator
     for the model with them (see `move_to_ranks`). Collective."""
-    sizes = set()
+    others: dict[Communicator, None] = {}
     for m in inner:
         if not m.engine.closed:
-            sizes.add(m.engine.comm.size)
+            others[m.engine.comm] = None
             with m.engine.full_parameters():
                 m.engine.close()
     comm = move_to_ranks(model, ranks, mesh, device)
-    if others := sizes - {comm.size}:
-        raise UsageError(
-            f"modules within were sharded over {', '.join(map(str, sorted(others)))} ranks, and the"
-            f" model is to be over {comm.size}; allowed: the same ranks for all of a model"
-        )
+    others.pop(comm, None)
+    for other in others:
+        _check_same(other, comm)
     return comm
+
+
+def _check_same(inner: Communicator, comm: Communicator) -> None:
+    """Raise UsageError unless both have the same ranks, in any order. Collective over both."""
+    name = torch.tensor([secrets.randbits(62)], device="cpu")
+    inner.broadcast(name)
+    own = [name.item(), inner.size]
+    if any(each != [own[0], comm.size] for each in gather_json(comm, own)):
+        raise UsageError(
+            f"modules within were sharded over {inner.size} ranks, and the model is to be over "
+            f"{comm.size}, which are others; allowed: the same ranks for all of a model"
+        )
 
 
 def _precision(policy: Any) -> Precision:

@@ -215,3 +215,18 @@ def train_with_empty_modules(shards: Any) -> list[float]:
 def test_modules_without_parameters_are_accepted_as_by_torchs(comm: Communicator) -> None:
     ours, torchs = ours_and_torchs(comm, train_with_empty_modules)
     assert ours == pytest.approx(torchs)
+
+
+@on_ranks(4)
+def test_all_of_a_model_is_sharded_over_the_same_ranks(comm: Communicator) -> None:
+    """In any order; groups of the same size may be of other ranks."""
+    model: Any = net()
+    with comm.split(comm.rank // 2) as pair, comm.split(comm.rank % 2) as across:
+        fronts.fully_shard(model[0], comm=pair)
+        fronts.fully_shard(model[1], comm=across)
+        with pytest.raises(UsageError, match="over 2 ranks, and the model is to be over 2, which"):
+            fronts.fully_shard(model, comm=across)
+    with comm.split(0, key=-comm.rank) as backwards:
+        fronts.fully_shard(model[0], comm=backwards)
+        fronts.fully_shard(model, comm=comm)
+        model.engine.close()
