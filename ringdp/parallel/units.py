@@ -36,6 +36,11 @@ _UNCALLED = (*_CONTAINERS, NonDynamicallyQuantizableLinear)
 UnitRule = ModuleRule | int | set[nn.Module] | None
 
 
+def lacks_forward(module: nn.Module) -> bool:
+    """Whether it is a container that cannot be called."""
+    return isinstance(module, _CONTAINERS) and type(module).forward is nn.Module.forward
+
+
 class UnitSpec(NamedTuple):
     """A unit: its name in the model ("" for the root), its module, its (name, parameter) pairs, and
     what these have in common."""
@@ -155,9 +160,9 @@ def _matching(model: nn.Module, rule: ModuleRule) -> set[nn.Module]:
 def _hooked(chosen: set[nn.Module]) -> set[nn.Module]:
     """Without those whose parameters another module uses. Raises UsageError for a container."""
     for m in chosen:
-        if isinstance(m, _CONTAINERS):
+        if lacks_forward(m):
             raise UsageError(f"a {type(m).__name__} cannot be a unit: it has no forward")
-    return {m for m in chosen if not isinstance(m, _UNCALLED)}
+    return {m for m in chosen if not isinstance(m, NonDynamicallyQuantizableLinear)}
 
 
 def _check_modules(model: nn.Module) -> None:

@@ -188,6 +188,10 @@ def test_fully_shard_refuses_wrong_arguments(comm, wrong, message):
     ):
         with pytest.raises(UsageError, match=f"takes .*{what}"):
             fronts.fully_shard(given, comm=comm)
+    for given in (nn.ModuleList(net()), nn.ModuleDict({"a": net()})):
+        for wrong in (given, [given]):
+            with pytest.raises(UsageError, match=r"has no forward.* give a list of the modules in"):
+                fronts.fully_shard(wrong, comm=comm)
     fronts.fully_shard(net(), mp_policy=MixedPrecisionPolicy(), comm=comm).engine.close()
 
 

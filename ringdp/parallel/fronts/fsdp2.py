@@ -28,6 +28,7 @@ from ringdp.parallel.offload import Offload
 from ringdp.parallel.precision import Precision
 from ringdp.parallel.refuse import checked_module, refuse
 from ringdp.parallel.replicas import gather_json
+from ringdp.parallel.units import lacks_forward
 
 Given = TypeVar("Given", bound=nn.Module | Sequence[nn.Module])
 
@@ -74,7 +75,7 @@ def fully_shard(
     several = isinstance(module, list | tuple)
     modules: list[Any] = [*module] if several else [module]  # type: ignore[misc]
     for m in modules:
-        _check_name(checked_module("fully_shard", m))
+        _check_module(checked_module("fully_shard", m))
     if not modules:
         raise UsageError("fully_shard takes modules; this is an empty list")
     kind = type(offload_policy).__name__
@@ -120,8 +121,14 @@ def fully_shard(
     return module
 
 
-def _check_name(module: nn.Module) -> None:
-    """Raise UsageError for a module that has something of its own under the name `engine`."""
+def _check_module(module: nn.Module) -> None:
+    """Raise UsageError for a container without forward, and for a module that has something of its
+    own under the name `engine`."""
+    if lacks_forward(module):
+        raise UsageError(
+            f"fully_shard: a {type(module).__name__} has no forward, before which it could be "
+            "gathered; give a list of the modules in it, or the module around it"
+        )
     if "engine" in dir(module) and not isinstance(module, FSDPModule):
         raise UsageError(
             f"fully_shard: {type(module).__name__}.engine is the module's own, and ringdp keeps "

@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ringdp.errors import UsageError
 from ringdp.parallel.guards.copies import AddHook
 from ringdp.parallel.precision import Precision
+from ringdp.parallel.units import lacks_forward
 from ringdp.parallel.values.tensor_tree import map_tensors
 
 
@@ -36,7 +37,7 @@ def move_inputs(model: nn.Module, device: torch.device, add_hook: AddHook) -> No
 
 def called(model: nn.Module) -> list[nn.Module]:
     """The modules whose inputs and outputs are the model's."""
-    return [*model] if isinstance(model, nn.ModuleList) else [model]  # nobody calls a list
+    return [*model] if isinstance(model, nn.ModuleList) and lacks_forward(model) else [model]
 
 
 def cast_at(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ringdp import Communicator
@@ -104,3 +105,24 @@ def test_a_list_is_asked_once(comm: Communicator) -> None:
         model.set_requires_gradient_sync(False)
     assert heeded == [model, *model]
     model.engine.close()
+
+
+class Chain(nn.ModuleList):
+    def forward(self, x: Tensor) -> Tensor:
+        for module in self:
+            x = module(x)
+        return x.float()
+
+
+@on_ranks(2)
+def test_a_module_list_with_a_forward_is_a_module(comm: Communicator) -> None:
+    """Alone, and inside of another."""
+    policy = MixedPrecisionPolicy(torch.float64, output_dtype=BF16)
+    chain: Any = Chain(net())
+    fronts.fully_shard(chain, comm=comm, mp_policy=policy)
+    assert chain(batch()).dtype == BF16
+    around: Any = nn.Sequential(chain)
+    fronts.fully_shard(around, comm=comm, mp_policy=policy)
+    assert [u.plan.name for u in around.engine.units] == ["", "0"]
+    around(batch()).sum().backward()
+    around.engine.close()
