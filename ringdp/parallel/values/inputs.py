@@ -85,8 +85,8 @@ def _check_batch_norm(name: str, norm: Any, _: object) -> None:
     weight, mean = norm.weight, norm.running_mean
     if weight is not None and mean is not None and weight.dtype != mean.dtype:
         raise UsageError(
-            f"batch norm {name} computes in {weight.dtype}, and its buffers are {mean.dtype}: name "
-            "it in Precision(keep_fp32=...), or cast its running mean and variance"
+            f"batch norm {name} computes in {weight.dtype}, and its buffers are {mean.dtype}: cast "
+            "its running mean and variance, or name it in keep_fp32 of ringdp.shard's Precision"
         )
 
 
