@@ -135,7 +135,8 @@ _A_SLICE = (
     "full_parameters(), entered outside of the forward, and change it within "
     "full_parameters(write=True); for an L2 term take the "
     "optimizer's weight_decay; where a module uses another's weight, let both lie in one unit; "
-    "where it is called apart from the one around it, let it be a unit itself."
+    "where it is called apart from the one around it, let it be a unit itself, or, after "
+    "fully_shard, call its unshard() first."
 )
 _AT_REST = (
     "is used as it is at rest, where it computes in another dtype. Where a module uses another's "

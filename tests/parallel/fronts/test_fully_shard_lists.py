@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ringdp import Communicator
+from ringdp import Communicator, UsageError
 from ringdp.parallel import fronts
 from ringdp.parallel.fronts import fsdp_module
 from tests.parallel.fronts.scripts import ours_and_torchs
@@ -74,7 +74,10 @@ def test_modules_of_one_call_may_share_weights(comm: Communicator) -> None:
     assert_trains(model.engine, twin)
     shared: Any = pair[0][0].weight
     rest, whole = shared.detach().clone(), shared.full_tensor()
+    with pytest.raises(UsageError, match=r"1\.0\.weight .* call its unshard\(\) first"):
+        pair[0](batch())
     pair[0].unshard()
+    pair[0](batch())
     assert torch.equal(shared.detach(), whole)
     pair[0].reshard()
     assert torch.equal(shared.detach(), rest)
