@@ -30,8 +30,9 @@ def check(model: nn.Module, init: Init | None) -> None:
     if stuck:
         raise UsageError(
             f"on the meta device and without reset_parameters: {', '.join(stuck)}; write one, or "
-            "pass init= (FullyShardedDataParallel's param_init_fn=), a function that fills a "
-            "module's own parameters and buffers, or does nothing where a checkpoint is loaded next"
+            "pass init=, a function that fills a module's own parameters and buffers, or does "
+            "nothing where a checkpoint is loaded next (to FullyShardedDataParallel torch's "
+            "param_init_fn=)"
         )
 
 

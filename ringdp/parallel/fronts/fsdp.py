@@ -24,6 +24,7 @@ from ringdp.parallel.fronts.fsdp_arguments import (
     cast_buffers,
     device_of,
     field,
+    init_of,
     precision_of,
     units_of,
 )
@@ -70,8 +71,8 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
     unit, apart from modules wrapped by hand. mixed_precision, cpu_offload: torch's classes; with a
     policy, batch norms and the other modules that mixed_precision names compute in float32, as in
     torch. device_mesh: of one dimension. device_id: the GPU that a model on the CPU is moved to, by
-    default that of the ranks. param_init_fn: as `init` for `shard`; it gets modules that are
-    allocated, not on the meta device.
+    default that of the ranks. param_init_fn: allocates and fills the own tensors of the module
+    on the meta device that it gets.
     Parameters and buffers always take rank 0's values (sync_module_states), and parameters stay the
     model's own (use_orig_params). The other arguments tune what is always on here; values that ask
     for more are errors.
@@ -139,7 +140,7 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
             unit=units,
             precision=precision,
             offload=offload,
-            init=param_init_fn,
+            init=init_of(param_init_fn, module),
             comm=comm,
         )
         self.engine.always_gathers_state = True

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ringdp.errors import UsageError
+from ringdp.parallel.meta import Init
 from ringdp.parallel.precision import Precision
 from ringdp.parallel.refuse import refuse
 
@@ -85,6 +86,40 @@ def precision_of(policy: Any, *, wraps: bool) -> Precision | None:
         keep_fp32=tuple(policy._module_classes_to_ignore) if wraps else None,
         cast_inputs=casts or (policy.cast_root_forward_inputs and "model"),
     )
+
+
+def init_of(param_init_fn: Any, model: nn.Module) -> Init | None:
+    """It as an `init`, which gets modules that are allocated."""
+    if param_init_fn is None:
+        return None
+    if not callable(param_init_fn):
+        raise UsageError(
+            f"FullyShardedDataParallel: param_init_fn={param_init_fn!r}; allowed: a function of a "
+            "module, or None"
+        )
+    unmade = {t for t in (*model.parameters(), *model.buffers()) if t.is_meta}
+
+    def init(module: nn.Module) -> None:
+        registered = (*module._parameters.items(), *module._buffers.items())
+        own = {name: t for name, t in registered if t in unmade}
+        for name, t in own.items():
+            setattr(module, name, _on_meta(t))
+        param_init_fn(module)
+        for name, t in own.items():
+            if (made := getattr(module, name)).is_meta:
+                raise UsageError(
+                    f"param_init_fn left {name} of a {type(module).__name__} on the meta device; "
+                    "it is to allocate, as by module.to_empty(device=..., recurse=False), and fill"
+                )
+            t.copy_(made)
+            setattr(module, name, t)
+
+    return init
+
+
+def _on_meta(t: torch.Tensor) -> torch.Tensor:
+    made = torch.empty_like(t, device="meta")
+    return nn.Parameter(made, t.requires_grad) if isinstance(t, nn.Parameter) else made
 
 
 def cast_buffers(

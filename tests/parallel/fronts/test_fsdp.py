@@ -257,3 +257,39 @@ def test_modules_without_parameters_can_be_wrapped(comm: Communicator, strategy:
     alone(x).sum().backward()
     assert torch.equal(x.grad, (x > 0).float())
     alone.engine.close()
+
+
+def reset_if_on_meta(module: nn.Module) -> None:
+    """Like the functions in torch's own tests."""
+    if any(t.is_meta for t in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
+        module.to_empty(device="cpu", recurse=False)
+        module.reset_parameters()  # type: ignore[operator]
+
+
+@on_ranks(2)
+def test_param_init_fn_gets_modules_on_the_meta_device(comm: Communicator) -> None:
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.LSTM(3, 3), nn.Linear(3, 3), nn.BatchNorm1d(3))
+
+    def wrap(model: nn.Module, init: Any) -> FullyShardedDataParallel:
+        policy = ModuleWrapPolicy({nn.LSTM, nn.Linear})
+        return FullyShardedDataParallel(model, comm, auto_wrap_policy=policy, param_init_fn=init)
+
+    for init in (reset_if_on_meta, lambda m: m.to_empty(device="cpu", recurse=False)):
+        with torch.device("meta"):
+            model = make()
+        held = [*model.parameters()]
+        whole = wrap(model, init)
+        assert all(a is b for a, b in zip(held, model.parameters(), strict=True))
+        if init is reset_if_on_meta:
+            assert all(t.isfinite().all() for t in whole.state_dict().values())
+        whole.load_state_dict(make().state_dict())
+        assert same(whole.state_dict(), make())
+        model[0](torch.ones(2, 3))[0].sum().backward()
+        whole.engine.close()
+    message = "param_init_fn left weight of a Linear on the meta device; .* to allocate, as by"
+    with pytest.raises(UsageError, match=message):
+        wrap(nn.Linear(3, 3, device="meta"), nn.Linear.reset_parameters)
+    with pytest.raises(UsageError, match="param_init_fn=3; allowed: a function"):
+        wrap(make(), 3)
