@@ -25,6 +25,10 @@ from ringdp.errors import UsageError
 class WholeParam(nn.Parameter):
     """A parameter that is whole while its .grad is this rank's slice."""
 
+    def full_tensor(self) -> Tensor:
+        """A copy, as what a ShardedParam gathers."""
+        return self.detach().clone()
+
     @property
     def grad(self) -> Any:
         return None if TracingContext.try_get() else _grad.__get__(self)
@@ -65,6 +69,11 @@ class ComputeParam(GatheredParam):
         made._master = master
         _COMPUTE_PARAMS[master] = weakref.ref(made)
         return made
+
+    def full_tensor(self) -> Tensor:
+        """The master's, in its dtype."""
+        master: Any = self._master
+        return super().full_tensor() if master is None else master.full_tensor()
 
     @property
     def grad(self) -> Any:

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from ringdp import Communicator, UsageError
 from ringdp.parallel import fronts
 from ringdp.parallel.state import State
-from tests.parallel.fronts.scripts import ours_and_torchs
+from tests.parallel.fronts.scripts import Scaled, ours_and_torchs
 from tests.parallel.small import batch, loss, net
 from tests.ranks import on_ranks
 
@@ -137,15 +136,6 @@ def unshard_and_train(comm: Communicator, shards: Any, *, frees: bool) -> list[A
 def test_unshard_and_reshard_train_as_with_torchs(comm: Communicator, frees: bool) -> None:
     script = partial(unshard_and_train, comm, frees=frees)
     torch.testing.assert_close(*ours_and_torchs(comm, script))
-
-
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks, self.scale = net(), nn.Parameter(torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.blocks(x) * self.scale
 
 
 @on_ranks(2)

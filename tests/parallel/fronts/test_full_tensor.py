@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ringdp import Communicator, UsageError
 from ringdp.parallel import fronts
 from ringdp.parallel.fronts.full_tensor import FullTensor
-from tests.parallel.fronts.scripts import ours_and_torchs
-from tests.parallel.small import loss, net
+from tests.parallel.fronts.scripts import Scaled, ours_and_torchs
+from tests.parallel.small import batch, loss, net
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
@@ -73,3 +74,31 @@ def test_state_dicts_become_ordinary_tensors(comm: Communicator, tmp_path: Path)
         state["0.0.weight"].device_mesh  # noqa: B018
     assert model.state_dict(keep_vars=True)["0.0.weight"] is model[0][0].weight
     model.engine.close()
+
+
+def full_tensors_before_backward(shards: Any, **options: Any) -> list[Tensor]:
+    """Of all parameters after the forward, in which the root's stay gathered."""
+    model: Any = Scaled()
+    for block in (*model.blocks, model):
+        shards(block, **options)
+    value = model(batch()).square().mean()
+    found = [p.full_tensor() for p in model.parameters()]
+    value.backward()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    assert all(
+        p.full_tensor().ne(old).any() for p, old in zip(model.parameters(), found, strict=True)
+    )
+    if hasattr(model, "engine"):
+        model.engine.close()
+    return found
+
+
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16)])
+@on_ranks(2)
+def test_full_tensor_works_between_forward_and_backward(comm: Communicator, policy: Any) -> None:
+    script = partial(full_tensors_before_backward, reshard_after_forward=True, mp_policy=policy)
+    ours, torchs = ours_and_torchs(comm, script)
+    assert all(map(torch.equal, ours, torchs))
+    assert {type(t) for t in ours} == {Tensor}
+    kept = partial(fronts.fully_shard, comm=comm, reshard_after_forward=False, mp_policy=policy)
+    assert all(map(torch.equal, full_tensors_before_backward(kept), torchs))
