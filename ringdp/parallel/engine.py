@@ -41,7 +41,7 @@ from ringdp.parallel.reducing import Reducing
 from ringdp.parallel.stages import Stage
 from ringdp.parallel.state import State
 from ringdp.parallel.unit import FlatUnit
-from ringdp.parallel.values.inputs import called, cast_at, cast_output, move_inputs
+from ringdp.parallel.values.inputs import called, cast_at, move_inputs
 from ringdp.parallel.values.outputs import UnitOutputs
 from ringdp.tape import recorder
 
@@ -89,12 +89,12 @@ class Engine:
         weakref.finalize(self, _remove, self._handles)
         self.backwards = Backwards(self.gathering, self.reducing, self._handles)
 
-        whole, add_hook = self._rests_whole, self._add_hook
+        whole, add_hook = self._rests_whole, self.add_hook
         for module, indices in of.items():
             self._follow(indices, UnitOutputs(module, [units[i] for i in indices], of))
         for module in called(model):
             move_inputs(module, self.device, add_hook)
-        cast_at(model, of, precision, self._computes, add_hook)
+        cast_at(model, of, precision, self.computes, add_hook)
         state_dict.guard(model, whole, lambda: whole() and self._writes, add_hook)
         state_dict.own_storages(model, units, add_hook)
         parameters = [p for unit in units for p in unit.parameters]
@@ -104,16 +104,12 @@ class Engine:
             sliced.forget(parameters)
             state_dict.of_masters(model, self.gathering, self._unmanaged, add_hook)
 
-    def _add_hook(
+    def add_hook(
         self, register: Callable[..., Any], call: Callable[..., Any], **options: Any
     ) -> None:
         """A `guards.copies.AddHook`."""
         hook = copies.EngineHook(call, may_copy=self._rests_whole)
         self._handles.append(register(hook, **options))
-
-    def cast_output(self, module: nn.Module, dtype: torch.dtype) -> None:
-        """Cast its floating outputs, as `Precision.output` does the model's."""
-        cast_output(module, dtype, self._computes, self._add_hook)
 
     def __deepcopy__(self, memo: object) -> None:
         """A copy of a model that has its engine as an attribute has None there."""
@@ -142,9 +138,9 @@ class Engine:
                 self.gathering.leave(indices)
 
         module = self.units[indices[0]].module
-        self._add_hook(module.register_forward_pre_hook, before, prepend=True)
-        self._add_hook(module.register_forward_hook, after, with_kwargs=True)
-        self._add_hook(module.register_forward_hook, end, always_call=True)
+        self.add_hook(module.register_forward_pre_hook, before, prepend=True)
+        self.add_hook(module.register_forward_hook, after, with_kwargs=True)
+        self.add_hook(module.register_forward_hook, end, always_call=True)
 
     def _before_forward(self, indices: list[int]) -> None:
         for index in indices if not self._summoned else ():
@@ -188,7 +184,8 @@ class Engine:
         """Whether an optimizer's state_dict is gathered now, rather than an error."""
         return self.always_gathers_state or self._summoned
 
-    def _computes(self) -> bool:
+    def computes(self) -> bool:
+        """Whether parameters are in the dtype that they compute in, not their masters'."""
         return not self._summoned
 
     def _rests_whole(self) -> bool:

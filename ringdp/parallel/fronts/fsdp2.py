@@ -29,6 +29,7 @@ from ringdp.parallel.precision import Precision
 from ringdp.parallel.refuse import checked_module, refuse
 from ringdp.parallel.replicas import gather_json
 from ringdp.parallel.units import lacks_forward
+from ringdp.parallel.values.inputs import cast_around
 
 Given = TypeVar("Given", bound=nn.Module | Sequence[nn.Module])
 
@@ -113,9 +114,12 @@ def fully_shard(
         type(m)._ringdp_asked = asked
     for m in (*modules, *inner):
         m.engine = engine
+    gathered = {unit.module for unit in engine.units}
     for m in (*modules, *live):
-        if m._ringdp_asked.output_dtype:
-            engine.cast_output(m, m._ringdp_asked.output_dtype)
+        # The engine casts those of units. Other modules have no parameters, or the model's.
+        inputs = policy.param if policy.cast_inputs and m not in gathered else None
+        output = m._ringdp_asked.output_dtype
+        cast_around(m, inputs, output, engine.computes, engine.add_hook)
     for m in (*modules, *inner):
         heed(m)
     return module

@@ -48,36 +48,37 @@ def cast_at(
     add_hook: AddHook,
 ) -> None:
     """Cast inputs and outputs while `active`. `units`: modules, the model among them."""
-
-    def before(module: nn.Module, dtype: torch.dtype) -> None:
-        change_inputs(module, lambda x: cast(x, dtype) if active() else x, add_hook)
-
     kept, within = precision.kept(model)
-    if precision.cast_inputs and precision.param is not None:
+    if precision.cast_inputs:
         for module in called(model) if precision.cast_inputs == "model" else units:
             if module not in within:
-                before(module, precision.param)
+                cast_around(module, precision.param, None, active, add_hook)
     for module in kept:
         if (first := next(module.parameters(), None)) is not None:
-            before(module, first.dtype)
-            if precision.param is not None:
-                cast_output(module, precision.param, active, add_hook)
-    if precision.output is not None:
-        for module in called(model):
-            cast_output(module, precision.output, active, add_hook)
+            cast_around(module, first.dtype, precision.param, active, add_hook)
+    for module in called(model):
+        cast_around(module, None, precision.output, active, add_hook)
     for name, module in model.named_modules() if precision.param is not None else ():
         is_torchs = type(module).forward is _BatchNorm.forward  # another may cast what it uses
         if is_torchs and module not in within:
             add_hook(module.register_forward_pre_hook, partial(_check_batch_norm, name))
 
 
-def cast_output(
-    module: nn.Module, dtype: torch.dtype, active: Callable[[], bool], add_hook: AddHook
+def cast_around(
+    module: nn.Module,
+    inputs: torch.dtype | None,
+    output: torch.dtype | None,
+    active: Callable[[], bool],
+    add_hook: AddHook,
 ) -> None:
-    def apply(_m: nn.Module, _i: Any, out: Any) -> Any:
-        return cast(out, dtype) if active() else out
-
-    add_hook(module.register_forward_hook, apply)
+    """Cast its floating inputs and outputs to these dtypes, if given, while `active`."""
+    if inputs is not None:
+        change_inputs(module, lambda x: cast(x, inputs) if active() else x, add_hook)
+    if output is not None:
+        add_hook(
+            module.register_forward_hook,
+            lambda _module, _inputs, out: cast(out, output) if active() else out,
+        )
 
 
 def _check_batch_norm(name: str, norm: Any, _: object) -> None:

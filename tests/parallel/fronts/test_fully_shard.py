@@ -3,6 +3,7 @@ in test_fronts.)"""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -230,3 +231,34 @@ def test_all_of_a_model_is_sharded_over_the_same_ranks(comm: Communicator) -> No
         fronts.fully_shard(model[0], comm=backwards)
         fronts.fully_shard(model, comm=comm)
         model.engine.close()
+
+
+def input_dtypes(shards: Any, casts: bool) -> list[torch.dtype]:
+    """Of modules that have no parameters of their own."""
+    model, found = (
+        nn.Sequential(*net(), nn.Tanh(), nn.Linear(6, 6, bias=False)),
+        list[torch.dtype](),
+    )
+    model[4].weight = model[0][0].weight
+    policy = MixedPrecisionPolicy(BF16, cast_forward_inputs=casts)
+    shards([model[0], model[4]], mp_policy=policy)
+    for module in (model[3], model):
+        shards(module, mp_policy=policy)
+    for block in (model[3], model[4]):
+        block.register_forward_pre_hook(lambda _, given: found.append(given[0].dtype))
+        block.register_forward_pre_hook(lambda _, given: given[0].to(BF16))
+    for block in (model[2], model[3]):
+        block.register_forward_hook(lambda _m, _i, out: out.float())
+    model(batch().to(BF16)).sum().backward()
+    if hasattr(model, "engine"):
+        model.engine.close()
+    return found
+
+
+@pytest.mark.parametrize("casts", [True, False])
+@on_ranks(2)
+def test_modules_without_parameters_of_their_own_cast_inputs(
+    comm: Communicator, casts: bool
+) -> None:
+    ours, torchs = ours_and_torchs(comm, partial(input_dtypes, casts=casts))
+    assert ours == torchs == 2 * [BF16 if casts else torch.float32]
