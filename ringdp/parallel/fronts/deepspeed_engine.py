@@ -60,6 +60,7 @@ class DeepSpeedEngine:
         self.micro_steps = 0  # calls of step()
         self.global_steps = 0  # the optimizer's steps, including those skipped on overflow
         self._norm: float | None = None
+        self._seen = 0  # `handed_out` at the last check
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
@@ -79,9 +80,21 @@ class DeepSpeedEngine:
     def backward(self, loss: Tensor) -> Tensor:
         """Backward of loss / gradient_accumulation_steps, which it returns; gradients are reduced
         and accumulated."""
+        self._check_backwards()
         loss = loss / self.batches.accumulation
         self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        self._seen = self.engine.reducing.handed_out
         return loss
+
+    def _check_backwards(self) -> None:
+        """Raise UsageError if a backward since the last check was not of this class's method, and
+        that would have changed the loss."""
+        seen, self._seen = self._seen, self.engine.reducing.handed_out
+        if seen != self._seen and (self.batches.accumulation > 1 or self.scaler.current != 1):
+            raise UsageError(
+                "loss.backward() neither divides the loss by gradient_accumulation_steps nor "
+                "multiplies it by the loss scale; call the engine's backward(loss)"
+            )
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next step() steps the optimizer."""
@@ -91,6 +104,7 @@ class DeepSpeedEngine:
         """Call it after every backward. At the end of an accumulation it clips, steps the optimizer
         on all ranks or none, then the scheduler with `lr_kwargs`, and clears the gradients. Raises
         ModelError if they overflowed at fp16.min_loss_scale, unless the scale is fixed."""
+        self._check_backwards()
         last = self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
         if not last:

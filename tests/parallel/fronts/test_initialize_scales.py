@@ -15,7 +15,7 @@ from ringdp import Communicator, ModelError
 from ringdp.parallel import fronts
 from tests.equal import equal
 from tests.parallel.fronts.test_initialize import LR, NAMED, train
-from tests.parallel.small import batch, net
+from tests.parallel.small import batch, net, whole_parameters
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
@@ -87,6 +87,38 @@ def test_a_dynamic_loss_scale_grows_as_deepspeeds(hysteresis, scales):
         found.append(engine.scaler.current)
     assert found == scales
     engine.engine.close()
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(
+    "scaled", [{"gradient_accumulation_steps": 2}, {"fp16": {"enabled": True}}], ids=str
+)
+@on_ranks(2)
+def test_a_backward_without_the_loss_scale_is_an_error(
+    comm: Communicator, scaled: dict[str, Any], stage: int
+) -> None:
+    config = NAMED | scaled | {"zero_optimization": {"stage": stage}}
+    engine, *_ = fronts.initialize(model=net(), config=config, comm=comm)
+    for call in (engine.step, lambda: engine.backward(engine(batch()).float().mean())):
+        engine(batch()).float().mean().backward()
+        with pytest.raises(ringdp.UsageError, match=r"call the engine's backward\(loss\)"):
+            call()
+    engine.optimizer.zero_grad()
+    train(engine, 0, 1)
+    engine.engine.close()
+
+
+@on_ranks(2)
+def test_a_backward_without_a_loss_scale_can_be_torchs(comm: Communicator) -> None:
+    found = []
+    for direct in (True, False):
+        engine, *_ = fronts.initialize(model=net(), config=NAMED, comm=comm)
+        loss = engine(batch()).mean()
+        loss.backward() if direct else engine.backward(loss)
+        engine.step()
+        found.append(whole_parameters(engine.engine))
+        engine.engine.close()
+    assert equal(*found)
 
 
 # ---- schedulers
