@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 from pathlib import Path
@@ -120,8 +121,8 @@ class DeepSpeedEngine:
                     "to step it in float32, as the others, unfreeze it before, and freeze it after"
                 )
         scaler, scale = self.scaler, self.scaler.current
-        if scaler.unscale_() and (most := self.gradient_clipping()) > 0:
-            self._norm = clip_grad_norm_(self.engine, most)
+        if scaler.unscale_():
+            self._norm = clip_grad_norm_(self.engine, self.gradient_clipping() or math.inf)
         finite = scaler.step(self.optimizer)
         if finite and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
@@ -178,7 +179,8 @@ class DeepSpeedEngine:
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
-        """The norm before the last clipping; None if nothing was clipped yet."""
+        """The norm of the last step's gradients, before they were clipped; None before it. A step
+        that overflowed does not change it."""
         return self._norm
 
     @property

@@ -164,6 +164,8 @@ def test_gradients_are_clipped_to_1_unless_the_config_says_otherwise():
         engine.step()
         steps = zip(before, whole_parameters(engine.engine), strict=True)
         norms.append(torch.cat([(a - b).flatten() for a, b in steps]).norm().item())
+        if norms[-1] > 2.0:  # not clipped
+            assert engine.get_global_grad_norm() == pytest.approx(norms[-1])
         engine.engine.close()
     assert norms[:2] == pytest.approx([1.0, 1.0])
     assert norms[2] > 2.0
