@@ -26,12 +26,13 @@ class Key(NamedTuple):
 
     "whole" and "number" are numbers of at least `least` and below `below`. "only": the default is
     the only value allowed, since that is what is done. "off": a section that is not enabled.
+    "unused": any value.
     """
 
     default: Any
     kind: Literal[
         "bool", "device", "dtype", "optimizer", "scheduler", "options", "whole", "number", "only",
-        "off",
+        "off", "unused",
     ]  # fmt: skip
     least: float = 0
     below: float = math.inf
@@ -41,11 +42,23 @@ def _only(default: Any, *names: str) -> dict[str, Key]:
     return dict.fromkeys(names, Key(default, "only"))
 
 
-_OFFLOAD: dict[str, Any] = {"device": Key("none", "device"), "pin_memory": Key(True, "bool")}
+_OFFLOAD: dict[str, Any] = {
+    "device": Key("none", "device"),
+    "pin_memory": Key(True, "bool"),
+    **_only(1.0, "ratio"),
+    **dict.fromkeys(  # of the device "nvme"
+        (
+            "buffer_count", "buffer_size", "fast_init", "max_in_cpu", "nvme_path", "pipeline_read",
+            "pipeline_write",
+        ),
+        Key(None, "unused"),
+    ),
+}  # fmt: skip
 _OFF = (
     "amp", "autotuning", "comet", "comms_logger", "compile", "csv_monitor", "curriculum_learning",
     "data_efficiency", "eigenvalue", "elasticity", "flops_profiler", "hybrid_engine",
-    "progressive_layer_drop", "quantize_training", "tensorboard", "torch_autocast", "wandb",
+    "monitor_config", "progressive_layer_drop", "quantize_training", "tensorboard",
+    "torch_autocast", "wandb",
 )  # fmt: skip
 
 # All implemented keys; a dict is a section.
@@ -58,12 +71,20 @@ KEYS: dict[str, Any] = {
     "steps_per_print": Key(None, "whole", 1),
     # Any optimizer that steps element by element is taken.
     "zero_allow_untested_optimizer": Key(True, "bool"),
+    "zero_force_ds_cpu_optimizer": Key(False, "bool"),
     **_only(
         False, "prescale_gradients", "wall_clock_breakdown", "memory_breakdown", "dump_state",
-        "sparse_gradients", "zero_force_ds_cpu_optimizer",
+        "sparse_gradients", "dataloader_drop_last",
     ),
     **_only(1.0, "gradient_predivide_factor"),
-    "optimizer": {"type": Key(None, "optimizer"), "params": Key({}, "options")},
+    "data_types": _only("fp32", "grad_accum_dtype"),
+    "aio": Key({}, "unused"),  # of the device "nvme"
+    "optimizer": {
+        "type": Key(None, "optimizer"),
+        "params": Key({}, "options"),
+        **_only(True, "adam_w_mode"),
+        **_only(False, "legacy_fusion"),
+    },
     "scheduler": {"type": Key(None, "scheduler"), "params": Key({}, "options")},
     "fp16": {
         "enabled": Key(False, "bool"),
@@ -74,7 +95,12 @@ KEYS: dict[str, Any] = {
         "min_loss_scale": Key(1, "number"),
         **_only(False, "auto_cast", "consecutive_hysteresis", "fp16_master_weights_and_grads"),
     },
-    "bf16": {"enabled": Key(False, "bool")},
+    "bf16": {
+        "enabled": Key(False, "bool"),
+        "immediate_grad_update": Key(True, "bool"),  # always, as a bucket is reduced
+        **_only(True, "check_grad_overflow"),
+        **_only(False, "auto_cast", "bf16_master_weights_and_grads", "bf16_optimizer_states"),
+    },
     "zero_optimization": {
         "stage": Key(0, "whole"),
         "overlap_comm": Key(True, "bool"),
@@ -85,18 +111,27 @@ KEYS: dict[str, Any] = {
         "stage3_prefetch_bucket_size": Key(None, "whole"),
         "stage3_param_persistence_threshold": Key(0, "whole"),
         "stage3_max_live_parameters": Key(None, "whole"),
-        "stage3_gather_16bit_weights_on_model_save": Key(False, "bool"),  # of save_16bit_model
+        **dict.fromkeys(  # of save_16bit_model
+            (
+                "gather_16bit_weights_on_model_save", "stage3_gather_16bit_weights_on_model_save",
+                "stage3_gather_fp16_weights_on_model_save",
+            ),
+            Key(False, "bool"),
+        ),
         "memory_efficient_linear": Key(False, "bool"),  # torch's linear layers are
+        "round_robin_gradients": Key(True, "bool"),  # every rank copies its own shard
         **_only(
-            True, "allgather_partitions", "contiguous_gradients", "ignore_unused_parameters",
-            "reduce_scatter",
+            True, "allgather_partitions", "compute_grad_norm", "contiguous_gradients",
+            "ignore_unused_parameters", "load_from_fp32_weights", "reduce_scatter",
+            "use_multi_rank_bucket_allreduce",
         ),
         **_only(
-            False, "cpu_offload", "round_robin_gradients", "zero_quantized_gradients",
+            False, "cpu_offload", "elastic_checkpoint", "legacy_stage1", "zero_quantized_gradients",
             "zero_quantized_nontrainable_weights", "zero_quantized_weights",
         ),
         **_only(1, "zero_hpz_partition_size"),
-        **_only(1e9, "stage3_max_reuse_distance", "sub_group_size"),
+        "sub_group_size": Key(1e9, "whole", 1e9),
+        "stage3_max_reuse_distance": Key(0, "whole"),  # 0: a unit is freed after every use
     },
     "activation_checkpointing": {
         **_only(
@@ -109,6 +144,8 @@ KEYS: dict[str, Any] = {
 }  # fmt: skip
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 ADAMS = ("adam", "adamw")  # in any case
+# Options of optimizers and schedulers that ask for what is done.
+USUAL = {"bias_correction": True, "amsgrad": False, "last_batch_iteration": -1}
 # Keys whose value may be "auto", as in configs for Hugging Face's Trainer: it means null. For other
 # keys it is an error that asks for a value.
 AUTO = frozenset((
@@ -141,6 +178,8 @@ def read(*given: Config | None) -> dict[str, Any]:
             config = json.loads(Path(config).read_bytes())
         except (OSError, ValueError) as e:  # no JSON, or not even UTF-8
             raise UsageError(f"config {os.fspath(config)!r} cannot be read as JSON: {e}") from e
+    if isinstance(config, Mapping) and "bfloat16" in config:  # the old name
+        config = {"bf16": config["bfloat16"]} | {k: v for k, v in config.items() if k != "bfloat16"}
     return _filled("config", config, KEYS)
 
 
@@ -233,13 +272,14 @@ def _value(where: str, value: Any, key: Key) -> Any:
         "options": (isinstance(value, Mapping), "keyword arguments"),
         "only": (_is(value, key.default), json.dumps(key.default)),
         "off": (off, "a section that does not say that it is enabled"),
+        "unused": (True, ""),
         "number": (number, f"a number {bounds}"),
         "whole": (number and value % 1 == 0, f"a whole number {bounds}"),
     }[key.kind]
     if not fits:
         raise UsageError(f"{where} is {value!r}; allowed: {allowed}")
     if key.kind == "options":
-        value = {name: _known(name, option) for name, option in value.items()}
+        value = {k: _known(k, v) for k, v in value.items() if not (k in USUAL and _is(v, USUAL[k]))}
         if unknown := [name for name, option in value.items() if _is(option, "auto")]:
             raise UsageError(f"{where}: {', '.join(unknown)} is 'auto'; allowed: its value")
     return int(value) if key.kind == "whole" else value

@@ -85,6 +85,11 @@ def test_config_and_optimizer_can_be_given_in_every_form(
         ({"type": "Adam", "params": {"weight_decay": 0.5}}, ringdp.AdamW, 0.5),
         ({"type": "Adam", "params": {"adam_w_mode": False}}, torch.optim.Adam, 0.0),
         ({"type": "Adam", "params": {"torch_adam": True}}, torch.optim.AdamW, 0.01),
+        (
+            {"type": "Adam", "adam_w_mode": True, "params": {"bias_correction": True}},
+            ringdp.AdamW,
+            0.0,
+        ),
         ({"type": "SGD", "params": {"lr": 0.5, "weight_decay": 0.25}}, torch.optim.SGD, 0.25),
     ],
 )
@@ -101,14 +106,17 @@ def test_optimizers_of_a_config_are_deepspeeds(section, kind, decay):
     engine.engine.close()
 
 
-# From DeepSpeed's tutorials, with the defaults of features that are off.
+# From DeepSpeed's tutorials and others' configs, with the defaults of features that are off.
 TUTORIAL: dict[str, Any] = {
     "steps_per_print": 2,
+    "data_types": {"grad_accum_dtype": None},
+    "aio": {"block_size": 262144, "single_submit": False},
+    "scheduler": {"type": "WarmupLR", "params": {"last_batch_iteration": -1, "warmup_min_lr": LR}},
     "prescale_gradients": False,
     "wall_clock_breakdown": False,
     "zero_allow_untested_optimizer": True,
-    "zero_force_ds_cpu_optimizer": False,
-    "bf16": {"enabled": False},
+    "zero_force_ds_cpu_optimizer": True,
+    "bf16": {"enabled": False, "immediate_grad_update": True},
     "fp16": {
         "enabled": True,
         "auto_cast": False,
@@ -125,12 +133,15 @@ TUTORIAL: dict[str, Any] = {
         "reduce_scatter": True,
         "overlap_comm": True,
         "contiguous_gradients": True,
-        "round_robin_gradients": False,
+        "round_robin_gradients": True,
+        "elastic_checkpoint": False,
+        "load_from_fp32_weights": True,
         "cpu_offload": False,
         "offload_param": None,
+        "offload_optimizer": {"device": "cpu", "nvme_path": "/nvme", "buffer_count": 4, "ratio": 1},
         "reduce_bucket_size": 5e8,
-        "sub_group_size": 1e9,
-        "stage3_max_reuse_distance": 1000000000,
+        "sub_group_size": 1e14,
+        "stage3_max_reuse_distance": 3e9,
         "stage3_gather_16bit_weights_on_model_save": True,
         "memory_efficient_linear": False,
         "zero_hpz_partition_size": 1,
@@ -149,6 +160,13 @@ def test_settings_of_unused_features_are_accepted(capsys):
         engine.step()
     lines = [f"step={step}, skipped=1, lr=[{LR}]" for step in (2, 4)]
     assert capsys.readouterr().out.splitlines() == lines
+    engine.engine.close()
+
+
+def test_the_old_name_of_bf16_is_understood():
+    config = NAMED | {"bfloat16": {"enabled": True}}
+    engine, *_ = fronts.initialize(model=net(), config=config, comm=ringdp.init())
+    assert engine.bfloat16_enabled()
     engine.engine.close()
 
 
