@@ -50,9 +50,10 @@ def initialize(
     """Shard the model as the config says. Collective.
 
     Returns DeepSpeed's four values: engine, optimizer, data loader, learning rate scheduler. With
-    fp16 or bf16 the optimizer steps parameters in float32, even of a model that has 16 bits; those
-    that are frozen now keep their dtype, and if that has 16 bits, cannot train later. Buffers, such
-    as batch norms', are cast to 16 bits, as by DeepSpeed.
+    fp16 or bf16 the optimizer steps parameters in float32, even of a model that has 16 bits, and
+    those of one in float32 unrounded, unlike DeepSpeed's; those that are frozen now keep their
+    dtype, and if that has 16 bits, cannot train later. Buffers, such as batch norms', are cast to
+    16 bits, as by DeepSpeed.
 
     config: a mapping, or the path of a JSON file; by default args.deepspeed_config (nothing else of
     args is read). optimizer: a function of the parameters, such as a class, or an optimizer that
