@@ -8,7 +8,7 @@ of a rank that has some, and with its own options, such as lr.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -84,6 +84,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, JoinableOverGroup):
         optim_state.keep_slices(self.optim, self._units)  # as Adagrad has a state from the first
         self.defaults = self.optim.defaults
         _copy_options(self.optim.param_groups, self.param_groups)
+
+    def __getstate__(self) -> NoReturn:
+        optim_state.refuse_copy()
 
     def _wholes(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]

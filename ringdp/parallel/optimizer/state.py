@@ -8,7 +8,7 @@ whole state, of which each rank keeps its slices.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -35,6 +35,7 @@ def take(optimizer: Optimizer, owner: SliceOwner) -> None:
     if optimizer not in _TAKEN and hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
         optimizer.register_state_dict_post_hook(_saved)
         optimizer.register_load_state_dict_post_hook(_loaded)
+        optimizer.__getstate__ = refuse_copy  # type: ignore[method-assign]
     _TAKEN.setdefault(optimizer, WeakSet()).add(owner)
 
 
@@ -52,6 +53,15 @@ def _saved(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
             )
         state = state | {"state": gathered(engine.comm, engine.units, optimizer, state["state"])}
     return state
+
+
+def refuse_copy() -> NoReturn:
+    """What copy.deepcopy and pickle call. A copy would have this rank's slices, and no hooks."""
+    raise UsageError(
+        "an optimizer is copied or pickled that keeps this rank's flat slices. Load its state_dict "
+        "into another one: that of a sharded model's within full_parameters(), that of a "
+        "ZeroRedundancyOptimizer after consolidate_state_dict()"
+    )
 
 
 def _loaded(optimizer: Optimizer) -> None:

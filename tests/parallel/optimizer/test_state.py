@@ -4,6 +4,7 @@ that of torch's FSDP2 in the same script."""
 from __future__ import annotations
 
 import copy
+import pickle
 from collections import OrderedDict, defaultdict
 from functools import partial
 from typing import Any
@@ -128,6 +129,22 @@ def test_the_state_dict_equals_that_of_one_process(
             e.close()
         with pytest.raises(UsageError, match="state_dict of a sharded model's optimizer"):
             optimizer.state_dict()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
+@on_ranks(2)
+def test_an_optimizer_of_slices_is_not_copied(comm: Communicator, copied: Any) -> None:
+    """Its copy would not know that its state is of slices: its state_dict would be no error."""
+    model = net()
+    engine = ringdp.shard(model, stage=3, comm=comm)
+    optimizer = torch.optim.Adam(model.parameters())
+    zero = fronts.ZeroRedundancyOptimizer(net().parameters(), torch.optim.Adam, comm)
+    step(model, optimizer, 0)
+    with engine.full_parameters():
+        for x in (optimizer, zero):
+            with pytest.raises(UsageError, match=r"copied or pickled .* Load its state_dict"):
+                copied(x)
+    engine.close()
 
 
 @pytest.mark.parametrize("stage", [1, 3])
