@@ -223,7 +223,7 @@ def test_clipping_refuses_wrong_norms(comm, wrong):
     engine.close()
 
 
-@pytest.mark.parametrize("wrong", [{"lr": -1}, {"eps": -1}, {"betas": (0.9, 1)}])
+@pytest.mark.parametrize("wrong", [{"lr": -1}, {"eps": -1}, {"betas": (0.9, 1)}, {"betas": (0.9,)}])
 def test_adamw_refuses_wrong_options(wrong):
-    with pytest.raises(UsageError, match="allowed: nothing below 0, and betas below 1"):
+    with pytest.raises(UsageError, match="allowed: nothing below 0, and two betas below 1"):
         ringdp.AdamW(net().parameters(), **wrong)

@@ -33,10 +33,10 @@ class AdamW(torch.optim.Optimizer):
         weight_decay: float = 1e-2,
     ) -> None:
         sizes = lr >= 0 and eps >= 0 and weight_decay >= 0  # false for NaN
-        if not (sizes and all(0 <= b < 1 for b in betas)):
+        if not (sizes and len(betas) == 2 and all(0 <= b < 1 for b in betas)):
             raise UsageError(
                 f"AdamW(lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay}): allowed: "
-                "nothing below 0, and betas below 1"
+                "nothing below 0, and two betas below 1"
             )
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))  # noqa: C408
 
