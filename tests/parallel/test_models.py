@@ -146,8 +146,9 @@ def test_a_parameter_used_outside_its_forward_is_named(comm: Communicator) -> No
         lambda: model(batch(0)).sum() + model[1].weight.norm(),
         lambda: torch.cat([batch(0).flatten(), model[1].weight]),
         lambda: batch(0) @ model[1].weight.view(8, -1),
+        lambda: nn.functional.embedding_bag(torch.tensor([[0]]), model[1].weight),
     ]
-    names = ("0.weight", "1.weight", "1.weight", "1.weight")
+    names = ("0.weight", "1.weight", "1.weight", "1.weight", "1.weight")
     for attempt, name in zip(attempts, names, strict=True):
         with pytest.raises(UsageError, match=f"{name} is used outside the forward of its unit"):
             attempt()

@@ -95,7 +95,7 @@ class ShardedParam(RestingParam):
             raise _refusal(args, kwargs)
         try:
             out = run(func, types, args, kwargs)
-        except (RuntimeError, IndexError) as e:  # the slice has another shape than the parameter
+        except (RuntimeError, IndexError, ValueError) as e:  # the slice has another shape
             raise _refusal(args, kwargs) from e
         if torch.is_grad_enabled() and any(
             isinstance(t, Tensor) and t.grad_fn is not None for t in _flat(out)
