@@ -263,12 +263,18 @@ def no_descriptor(*_: object) -> int:
 @on_ranks(2, pool="forked")
 def test_a_rank_that_fails_in_the_last_step_is_named(comm: Communicator) -> None:
     """On rank 1 the last step of the handshake fails, after the other rank has finished."""
+
+    def dup(_: object) -> int:
+        comm.barrier()  # the other rank's is behind its handshake
+        return no_descriptor()
+
     if comm.rank == 1:
-        with patch.object(shm, "dup", no_descriptor):
+        with patch.object(shm, "dup", dup):
             caught = catch(comm, comm.duplicate)
         assert "Too many open files. A communicator holds" in caught.text
     else:
         other = comm.duplicate()
+        comm.barrier()
         caught = catch(other, other.barrier)
         assert (caught.error, "rank 1 has aborted" in caught.text) == ("PeerLost", True)
         assert caught.seconds < ALLOWED
