@@ -88,10 +88,12 @@ class DeepSpeedEngine:
         return loss
 
     def _check_backwards(self) -> None:
-        """Raise UsageError if a backward since the last check was not of this class's method, and
-        that would have changed the loss."""
+        """Raise UsageError if there are gradients, a backward since the last check was not of this
+        class's method, and that would have changed the loss."""
         seen, self._seen = self._seen, self.engine.reducing.handed_out
-        if seen != self._seen and (self.batches.accumulation > 1 or self.scaler.current != 1):
+        if self.batches.accumulation == 1 and self.scaler.current == 1:
+            return
+        if seen != self._seen and any(p.grad is not None for p in self.module.parameters()):
             raise UsageError(
                 "loss.backward() neither divides the loss by gradient_accumulation_steps nor "
                 "multiplies it by the loss scale; call the engine's backward(loss)"

@@ -109,6 +109,24 @@ def test_a_backward_without_the_loss_scale_is_an_error(
 
 
 @on_ranks(2)
+def test_gradients_of_a_backward_without_the_loss_scale_can_be_cleared(comm: Communicator) -> None:
+    """As those that a generator's backward leaves in its critic."""
+    config = NAMED | {"fp16": {"enabled": True}}
+    critic, generator = (
+        fronts.initialize(model=net(), config=config, comm=comm)[0] for _ in range(2)
+    )
+    for _ in range(2):
+        critic.zero_grad()
+        train(critic, 0)
+        generator.backward(critic(generator(batch())).float().mean())
+        generator.step()
+    with pytest.raises(ringdp.UsageError, match=r"call the engine's backward\(loss\)"):
+        train(critic, 0)
+    for engine in (critic, generator):
+        engine.engine.close()
+
+
+@on_ranks(2)
 def test_a_backward_without_a_loss_scale_can_be_torchs(comm: Communicator) -> None:
     found = []
     for direct in (True, False):
