@@ -122,6 +122,8 @@ def _check_casts(units: Iterable[UnitSpec]) -> None:
 
 def _chosen(model: nn.Module, rule: UnitRule) -> set[nn.Module]:
     if isinstance(rule, set):
+        if others := rule - {*model.modules()}:
+            raise UsageError(f"unit={others!r}: allowed in a set: modules of the model")
         return _hooked(rule)
     if rule is None:
         return _outermost(model, lambda at, _: isinstance(at, nn.ModuleList | nn.Sequential))

@@ -114,6 +114,7 @@ def test_a_unit_registered_twice_is_one():
         (nn.Sequential(linear()), nn.Sequential, "matches no module within the model; it has Lin"),
         (linear(), nn.Linear, "matches no module within the model; it has no modules"),
         (Model(b=nn.ModuleList([linear()])), nn.ModuleList, "ModuleList cannot be a unit"),
+        (nn.Sequential(linear()), {nn.Linear}, "allowed in a set: modules of the model"),
         (
             nn.Sequential(linear().to("meta"), linear(), on_a_gpu()),
             None,
