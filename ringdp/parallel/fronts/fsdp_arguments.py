@@ -89,7 +89,8 @@ def precision_of(policy: Any, *, wraps: bool) -> Precision | None:
 
 
 def init_of(param_init_fn: Any, model: nn.Module) -> Init | None:
-    """It as an `init`, which gets modules that are allocated."""
+    """It as an `init`, which gets modules that are allocated. What it allocates in modules within
+    is dropped: they are filled by calls of their own."""
     if param_init_fn is None:
         return None
     if not callable(param_init_fn):
@@ -100,19 +101,26 @@ def init_of(param_init_fn: Any, model: nn.Module) -> Init | None:
     unmade = {t for t in (*model.parameters(), *model.buffers()) if t.is_meta}
 
     def init(module: nn.Module) -> None:
-        registered = (*module._parameters.items(), *module._buffers.items())
-        own = {name: t for name, t in registered if t in unmade}
-        for name, t in own.items():
-            setattr(module, name, _on_meta(t))
+        found = [
+            (m, name, t)
+            for m in module.modules()
+            for name, t in (*m._parameters.items(), *m._buffers.items())
+            if t in unmade
+        ]
+        for m, name, t in found:
+            setattr(m, name, _on_meta(t))
         param_init_fn(module)
-        for name, t in own.items():
-            if (made := getattr(module, name)).is_meta:
+        for m, name, t in found:
+            made = getattr(m, name)
+            setattr(m, name, t)
+            if m is not module:
+                continue
+            if made.is_meta:
                 raise UsageError(
                     f"param_init_fn left {name} of a {type(module).__name__} on the meta device; "
                     "it is to allocate, as by module.to_empty(device=..., recurse=False), and fill"
                 )
             t.copy_(made)
-            setattr(module, name, t)
 
     return init
 

@@ -293,3 +293,23 @@ def test_param_init_fn_gets_modules_on_the_meta_device(comm: Communicator) -> No
         wrap(nn.Linear(3, 3, device="meta"), nn.Linear.reset_parameters)
     with pytest.raises(UsageError, match="param_init_fn=3; allowed: a function"):
         wrap(make(), 3)
+
+
+@pytest.mark.parametrize("kinds", [set(), {nn.Linear}], ids=["in its unit", "units"])
+@on_ranks(2)
+def test_param_init_fn_may_allocate_modules_within(
+    comm: Communicator, kinds: set[type[nn.Module]]
+) -> None:
+    def fill(module: nn.Module) -> None:
+        module.to_empty(device="cpu")
+        for p in module.parameters(recurse=False):
+            nn.init.ones_(p)
+
+    norm = nn.LayerNorm(3, device="meta")
+    norm.add_module("within", nn.Linear(3, 3, device="meta"))
+    policy = ModuleWrapPolicy(kinds)
+    whole = FullyShardedDataParallel(norm, comm, auto_wrap_policy=policy, param_init_fn=fill)
+    state = whole.state_dict()
+    assert [*state] == ["weight", "bias", "within.weight", "within.bias"]
+    assert all((t == 1).all() for t in state.values())
+    whole.engine.close()
