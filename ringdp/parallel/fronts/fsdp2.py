@@ -204,7 +204,7 @@ def _precision(policy: Any) -> Precision:
 
 def _reduced(precision: Precision, module: nn.Module) -> Precision:
     """With a reduce dtype, if parameters compute in another dtype than they have."""
-    own = {p.dtype for p in module.parameters() if p.requires_grad}
+    own = {p.dtype for p in module.parameters() if p.requires_grad and p.is_floating_point()}
     if precision.reduce or not (precision.param and own):
         return precision
     return replace(precision, reduce=functools.reduce(torch.promote_types, own))

@@ -149,6 +149,9 @@ def test_a_failed_call_can_be_repeated_or_is_refused(comm: Communicator) -> None
     fronts.fully_shard(model[1], comm=comm)
     with pytest.raises(UsageError, match="reshard_after_forward=3"):
         fronts.fully_shard(model, comm=comm, reshard_after_forward=3)
+    numbers, low = nn.Linear(2, 2, dtype=torch.complex64), MixedPrecisionPolicy(BF16)
+    with pytest.raises(UsageError, match=r"weight is torch\.complex64; parameters must be floats"):
+        fronts.fully_shard(numbers, comm=comm, mp_policy=low)
     with pytest.raises(UsageError, match="3 stands for no ranks"):
         fronts.fully_shard(model, comm=3)
     fronts.fully_shard(model, comm=comm)
