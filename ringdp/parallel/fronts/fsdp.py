@@ -130,7 +130,7 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
         units = {unit.module for m in inner for unit in m.engine.units}
         if auto_wrap_policy is not None:
             units = units_of(module, auto_wrap_policy)
-        device = device_of(device_id, module)
+        device, init = device_of(device_id, module), init_of(param_init_fn, module)
         comm = take_in(inner, module, process_group, device_mesh, device)
         self.module = module
         self._state_configs: tuple[Any, Any] = (None, None)  # the model's, the optimizer's
@@ -140,7 +140,7 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
             unit=units,
             precision=precision,
             offload=offload,
-            init=init_of(param_init_fn, module),
+            init=init,
             comm=comm,
         )
         self.engine.always_gathers_state = True

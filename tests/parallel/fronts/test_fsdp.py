@@ -291,8 +291,12 @@ def test_param_init_fn_gets_modules_on_the_meta_device(comm: Communicator) -> No
     message = "param_init_fn left weight of a Linear on the meta device; .* to allocate, as by"
     with pytest.raises(UsageError, match=message):
         wrap(nn.Linear(3, 3, device="meta"), nn.Linear.reset_parameters)
+    model = make()
+    model[1] = FullyShardedDataParallel(model[1], comm)
     with pytest.raises(UsageError, match="param_init_fn=3; allowed: a function"):
-        wrap(make(), 3)
+        FullyShardedDataParallel(model, comm, param_init_fn=3)
+    assert not model[1].engine.closed
+    model[1].engine.close()
 
 
 @pytest.mark.parametrize("kinds", [set(), {nn.Linear}], ids=["in its unit", "units"])
