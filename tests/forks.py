@@ -62,7 +62,7 @@ class Forks:
 
     def succeed(self, size: int, function: Callable[..., Any], *arguments: Any) -> None:
         """Calls `function(comm, *arguments)`, which must not raise."""
-        ended = self(size, report_errors, named(function), *arguments)
+        ended = self(size, report_errors, function, *arguments)
         errors = sorted(error for rank in ended for error in rank.reported)
         assert [rank.code for rank in ended] == [0] * size, "\n".join(text for _, text in errors)
 
@@ -73,11 +73,11 @@ class Forks:
 
 
 def report_errors(
-    comm: Communicator, report: Report, function: tuple[str, str], *arguments: Any
+    comm: Communicator, report: Report, function: Callable[..., Any], *arguments: Any
 ) -> None:
-    module, name = function
+    """`function` was unpickled, and so its module imported, once for all ranks."""
     try:
-        getattr(importlib.import_module(module), name)(comm, *arguments)
+        function(comm, *arguments)
     except BaseException:  # as pytest.fail's
         report((time.monotonic(), f"rank {comm.rank} raised:\n{traceback.format_exc()}"))
         raise

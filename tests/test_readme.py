@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
@@ -153,3 +154,14 @@ def test_changing_the_import_gives_the_same_parameters(tmp_path: Path):
         output.append(scripts.run(script)[0])
     assert output[0] == output[1], "accuracy and parameters"
     assert float(re.search(r"accuracy ([\d.]+)", output[0])[1]) > 0.9
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="other torch, other tests")
+@pytest.mark.parametrize("room", ["parallel/ddp", "comm/backend"])
+def test_the_numbers_of_torchs_own_tests_are_current(room: str):
+    path = f"tests/{room}/test_torchs_bodies.py"
+    bodies = importlib.import_module(path.removesuffix(".py").replace("/", "."))
+    numbers = len(set(bodies.NAMES) - set(bodies.NOT_HERE)), len(bodies.NAMES)
+    said = re.search(rf"(\d+) of (\d+),[^()]*\(`python -m pytest {path}`\)", TEXT)
+    assert said is not None
+    assert said.groups() == tuple(map(str, numbers))
