@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -75,6 +74,7 @@ class GroupWork(TorchWork):
         super().__init__()
         self.all, self._results, self._finishes = Group(works), results, finishes
         self._limit, self._watcher = limit, watcher
+        self._ends: Sequence[Finish] = ()  # of spans; they run where a work fails, too
         self._finishing = threading.Lock()  # several threads may wait
         self._future: torch._C.Future[Any] | None = None
         self.is_read_in_cpp = False  # see `futures`
@@ -82,8 +82,11 @@ class GroupWork(TorchWork):
     def wait(self, timeout: timedelta = UNLIMITED) -> bool:
         """Block until the results are there. Raises the communicator's CommunicationErrors."""
         seconds = timeout.total_seconds()
-        self.all.wait(seconds if seconds > 0 else self._limit)
-        self._complete()
+        try:
+            self.all.wait(seconds if seconds > 0 else self._limit)
+            self._complete()
+        finally:
+            self._end()
         return True
 
     def _complete(self) -> None:
@@ -93,12 +96,24 @@ class GroupWork(TorchWork):
                     finish()
                 self._finishes = ()
 
+    def _end(self) -> None:
+        if self._ends:
+            with self._finishing:
+                for end in self._ends:
+                    end()
+                self._ends = ()
+
     def end_span(self, span: record_function) -> None:
-        """Let the span end with the work, and before `wait` returns: the profiler, which the caller
-        may stop then, frees the memory that the end of a span is written to."""
+        """Let the span end with the work, and before `wait` returns or raises: the profiler, which
+        the caller may stop then, frees the memory that the end of a span is written to."""
         ended: torch.futures.Future[None] = torch.futures.Future()
         span._call_end_callbacks_on_future(ended)
-        self._finishes = (*self._finishes, partial(ended.set_result, None))
+
+        def end() -> None:
+            if not ended.done():  # an interrupted `wait` calls it again
+                ended.set_result(None)
+
+        self._ends = (end,)
         self.get_future()  # whose thread ends it where the caller is late
 
     def synchronize(self) -> None:
@@ -107,8 +122,10 @@ class GroupWork(TorchWork):
     def is_completed(self) -> bool:
         """Return whether `wait` would return or raise at once."""
         ended = self.all.is_completed()
-        if ended and self.exception() is None:
-            self._complete()
+        if ended:
+            if self.exception() is None:
+                self._complete()
+            self._end()
         return ended
 
     def is_success(self) -> bool:
@@ -173,7 +190,9 @@ def all_of(groups: Sequence[GroupWork], watcher: Watcher) -> GroupWork:
     """Return the works as one."""
     works = [work for group in groups for work in group.all.works]
     results = [result for group in groups for result in group.result()]
-    return GroupWork(works, results, [group._complete for group in groups], None, watcher)
+    whole = GroupWork(works, results, [group._complete for group in groups], None, watcher)
+    whole._ends = [group._end for group in groups]
+    return whole
 
 
 def _value_of(ended: torch.futures.Future[Any]) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,10 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from ringdp import Communicator
+from ringdp import Communicator, PeerLost, Work
 from ringdp.comm.backend import moves
 from ringdp.comm.backend.buckets import SWAPS
-from ringdp.comm.backend.works import Watcher
+from ringdp.comm.backend.works import GroupWork, Watcher, all_of
 from tests.comm.backend.jobs import world
 from tests.forks import Report
 from tests.ranks import on_ranks
@@ -152,6 +154,23 @@ def test_a_span_of_the_profiler_has_ended_when_its_work_was_waited_for(comm: Com
         else:
             comm.barrier()
             dist.send(x, 0)
+
+
+@pytest.mark.parametrize("coalesced", [False, True])
+@pytest.mark.parametrize("look", [GroupWork.outcome, GroupWork.is_completed])
+def test_a_span_of_the_profiler_has_ended_when_its_work_has_failed(
+    look: Callable[[GroupWork], Any], coalesced: bool
+) -> None:
+    span, late, part = Span(), mock.Mock(Watcher), mock.Mock(Work)
+    part.is_completed.return_value, part.exception.return_value = False, None
+    work = GroupWork([part], [], watcher=late)
+    work.end_span(span)
+    seen = all_of([work], late) if coalesced else work
+    assert not seen.is_completed()
+    assert not span.has_ended
+    part.exception.return_value = part.wait.side_effect = PeerLost("rank 1 has ended")
+    assert look(seen)
+    assert span.has_ended
 
 
 def lies_shared(group: dist.ProcessGroup, tensor: Tensor) -> bool:
