@@ -48,23 +48,27 @@ class Reductions(Calls):
         tensor = single(tensors, "allreduce: tensors")
         options = options_of(c10d.AllreduceOptions, opts, reduceOp=op, timeout=timeout)
         if not comes_from_autograd(sys._getframe()):
-            return self._all_reduce(options, [tensor], [tensor])
+            return self._all_reduce(options, [tensor], [], [tensor])
         if of_hook := futures.is_of_hook(tensor):
             options.asyncOp = True
         else:
             self._buckets.move(tensor)
-        work = self._all_reduce(options, [tensor], [tensor])
+        work = self._all_reduce(options, [tensor], [], [tensor])
         work.is_read_in_cpp |= of_hook
         return work
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> GroupWork:
-        """A tensor that is in the list twice is reduced once."""
+        """Tensors may share memory: the sums are of what they held at the call."""
         options = options_of(c10d.AllreduceCoalescedOptions, opts, reduceOp=None)
         results = [tensors] if isinstance(tensors, Tensor) else tensors
-        return self._all_reduce(options, [*dict.fromkeys(results)], results)
+        return self._all_reduce(options, *apart(results), results)
 
     def _all_reduce(
-        self, options: Any, tensors: Sequence[Tensor], results: Sequence[Tensor]
+        self,
+        options: Any,
+        tensors: Sequence[Tensor],
+        copies: Sequence[Finish],
+        results: Sequence[Tensor],
     ) -> GroupWork:
         op, scale, finishes = self._reduction_of(options, tensors)
 
@@ -73,7 +77,7 @@ class Reductions(Calls):
                 return lambda async_op: all_reduce_sparse(self._comm, tensor, op, **scale)
             return partial(self._comm.all_reduce, tensor, op, **scale)
 
-        work = self._call("all_reduce", options, results, map(begin, tensors), *finishes)
+        work = self._call("all_reduce", options, results, map(begin, tensors), *finishes, *copies)
         if tensors and tensors[0].numel() == 1:
             self._ones.append(work)
         return work
@@ -151,6 +155,22 @@ class Reductions(Calls):
             raise CollectiveTimeout(
                 f"Rank {self._comm.rank} timed out in monitoredBarrier: {error}"
             ) from error
+
+
+def apart(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Finish]]:
+    """Return the tensors, with a clone in place of each whose storage one before it has, and what
+    copies the clones back."""
+    found: list[Tensor] = []
+    copies: list[Finish] = []
+    seen: set[int] = set()
+    for tensor in tensors:
+        strided = tensor.layout is torch.strided
+        at = tensor.untyped_storage().data_ptr() if strided else id(tensor)
+        found.append(tensor.detach().clone() if at in seen else tensor)
+        if at in seen:
+            copies.append(partial(tensor.detach().copy_, found[-1]))
+        seen.add(at)
+    return found, copies
 
 
 def average(tensor: Tensor, ranks: int) -> Finish:

@@ -22,7 +22,7 @@ from ringdp.comm.work import Group, Work
 from ringdp.transport.threads import spawn
 
 UNLIMITED = timedelta(0)  # torch's default for `wait`: the group's timeout
-Finish = Callable[[], None]
+Finish = Callable[[], object]
 
 
 class Watcher:

@@ -121,8 +121,11 @@ def all_gather_coalesced(rank, n):
 def all_reduce_coalesced(rank, n):
     kept = [input_of(rank, (2, 3)), input_of(rank, (4,)), input_of(rank, (2,), torch.float32).t()]
     dist.all_reduce_coalesced(kept)
-    twice = dist.all_reduce_coalesced([input_of(rank, (2, 3))] * 2, async_op=True)
-    return kept, twice.wait()
+    x = input_of(rank, (2, 3))
+    for shared in ([x, x], [x, x.t()], [x[0], x[:, 0], x]):
+        dist.all_reduce_coalesced(shared, async_op=True).wait()
+        kept += [x.clone()]
+    return kept
 
 
 @case(*REAL)
