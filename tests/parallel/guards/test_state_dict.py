@@ -72,7 +72,7 @@ def test_in_stage_0_the_state_dict_has_the_masters(comm: Communicator) -> None:
 def test_an_optimizers_state_dict_of_slices_is_refused(
     comm: Communicator, tmp_path: Path, stage: int
 ) -> None:
-    """Saving, loading, copying and pickling of the optimizer work."""
+    """Saving and loading of the optimizer work, and in stage 0 its copies."""
 
     model, other = net(), net(1)
     engine, second = (ringdp.shard(m, stage=stage, comm=comm) for m in (model, other))
@@ -82,6 +82,8 @@ def test_an_optimizers_state_dict_of_slices_is_refused(
     schedule.load_state_dict(schedule.state_dict())
     if stage == 0:
         fresh.load_state_dict(optimizer.state_dict())
+        for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+            assert repr(twin.state_dict()) == repr(optimizer.state_dict())
     else:
         with pytest.raises(UsageError, match=r"flat slices\. Use ringdp\.save and ringdp\.load"):
             optimizer.state_dict()
@@ -90,8 +92,6 @@ def test_an_optimizers_state_dict_of_slices_is_refused(
     with engine.full_parameters(), second.full_parameters():  # before its first step
         states = [o.state_dict()["state"] for o in (fresh, optimizer)]
     torch.testing.assert_close(*states, rtol=0, atol=0)
-    for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        assert repr(twin.state_dict()["state"].values()) == repr(optimizer.state.values())
     for m, o in ((model, optimizer), (other, fresh)):
         step(m, o, 0)
     assert equal(whole_parameters(engine), whole_parameters(second))
