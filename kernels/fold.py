@@ -7,6 +7,12 @@ even. Integers are summed modulo 2^bits in their own dtype. The order is the sam
 so the bits depend on the parts only. The sum starts from part 0, not from zero, which keeps −0.0.
 One part may lie apart from the others: this rank's own, while the others were received.
 Must move n·elems·(bytes of parts) + elems·(bytes of out). Reference: `fold_torch`.
+
+Note [order of additions]
+    LLVM takes a chain of additions for a sum that it may treat as a whole: in Triton 3.8 it adds
+    16-bit parts of unaligned rows in reverse order, and it adds two bfloat16 in float16 where the
+    sum is stored as that. So a part is added by fma(part, one, total), which rounds once, as an
+    addition does, and which LLVM leaves alone as it does not know that `one` is 1.
 """
 # ruff: noqa: N803  a Triton constant is upper case
 
@@ -113,13 +119,14 @@ def fold_torch(
     out.copy_(total)
 
 
-@jit(capturable=True, num_warps=4)
+@jit(capturable=True, num_warps=4, unspecialized=("one",))
 def fold_kernel(
     parts: tl.tensor,  # [.., elems], rows `stride` elements apart: of all ranks but AT
     own: tl.tensor,  # [elems], of that one; where AT is RANKS, there is none
     out: tl.tensor,
     elems: tl.tensor,
     stride: tl.tensor,
+    one: tl.float32,  # 1.0; see Note [order of additions]
     RANKS: tl.constexpr,
     AT: tl.constexpr,
     WIDE: tl.constexpr,
@@ -128,16 +135,16 @@ def fold_kernel(
     where = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = where < elems
     total = tl.load((own if AT == 0 else parts) + where, mask=inside).to(WIDE)
-    apart = tl.cast(stride, tl.int64)
+    apart, one = tl.cast(stride, tl.int64), tl.cast(one, WIDE)
     for row in tl.range(1, AT, loop_unroll_factor=4):
-        total += tl.load(parts + row * apart + where, mask=inside).to(WIDE)
+        part = tl.load(parts + row * apart + where, mask=inside).to(WIDE)
+        total = total + part if WIDE.is_int() else tl.fma(part, one, total)
     if AT > 0 and AT < RANKS:
-        total += tl.load(own + where, mask=inside).to(WIDE)
+        part = tl.load(own + where, mask=inside).to(WIDE)
+        total = total + part if WIDE.is_int() else tl.fma(part, one, total)
     for row in tl.range(AT, RANKS - 1, loop_unroll_factor=4):
-        total += tl.load(parts + row * apart + where, mask=inside).to(WIDE)
-    if RANKS == 2 and parts.dtype.element_ty == tl.bfloat16 and out.dtype.element_ty == tl.float16:
-        # LLVM would add in float16, where a large part is inf; it does not look into a division.
-        total = tl.div_rn(total, tl.full((BLOCK,), 1, tl.float32))
+        part = tl.load(parts + row * apart + where, mask=inside).to(WIDE)
+        total = total + part if WIDE.is_int() else tl.fma(part, one, total)
     tl.store(out + where, total.to(out.dtype.element_ty), mask=inside)
 
 
@@ -151,6 +158,6 @@ def fold_triton(
         ranks += 1
     constants = {"RANKS": ranks, "AT": at, "WIDE": wide, "BLOCK": BLOCK}
     return [
-        fold_kernel.launch(-(-elems // BLOCK), x, mine, target, elems, stride, **constants)
+        fold_kernel.launch(-(-elems // BLOCK), x, mine, target, elems, stride, 1.0, **constants)
         for _, elems, (x, mine, target) in sixteens(parts, own, out)  # Note [16-byte accesses]
     ]

@@ -66,6 +66,7 @@ OPERATIONS: dict[str, Callable[..., Lanes]] = {
     "sub": np.subtract,
     "mul": np.multiply,
     "mad": lambda a, b, c: a * b + c,
+    "fma": lambda a, b, c: a * b + c,  # of floats: exact only where a factor is 1
     "and": np.bitwise_and,
     "or": np.bitwise_or,
     "xor": np.bitwise_xor,

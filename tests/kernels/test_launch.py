@@ -50,7 +50,7 @@ def test_a_kept_variant_is_launched_with_the_same_arguments(dispatch: Dispatch) 
     for seed in range(3):
         parts, out = torch.full((3, ELEMS), float(seed)), torch.zeros(ELEMS)
         fold_triton(parts, out, torch.float32)
-        grid, x, own, target, elems, stride, *constants = dispatch.launched[-1]
+        grid, x, own, target, elems, stride, one, *constants = dispatch.launched[-1]
         assert grid == (ELEMS // BLOCK, 1, 1)
         if seed == 0:  # the first launch goes through Triton
             assert x is own is parts  # not sliced: the length is a multiple of 16
@@ -58,7 +58,7 @@ def test_a_kept_variant_is_launched_with_the_same_arguments(dispatch: Dispatch) 
             assert constants[:2] == [3, 3]
         else:
             assert (x, own, target) == (parts.data_ptr(), parts.data_ptr(), out.data_ptr())
-        assert (elems, stride) == (ELEMS, ELEMS)
+        assert (elems, stride, one) == (ELEMS, ELEMS, 1.0)
     assert (dispatch.requested, len(dispatch.launched)) == (1, 3)
 
 

@@ -127,6 +127,7 @@ def test_fold(
         "out": f"*{SHORT[target]}",
         "elems": "i32",
         "stride": "i32",
+        "one": "fp32",
     }
     constants = {
         "RANKS": ranks,
@@ -249,7 +250,8 @@ def test_stochastic_round(arch: int, tmp_path: Path) -> None:
 def test_odd_lengths_would_lose_wide_accesses(arch: int, tmp_path: Path) -> None:
     """See Note [16-byte accesses], why launchers split such lengths. Shows that the checks can
     fail."""
-    arguments = dict.fromkeys(("parts", "own", "out"), "*fp32") | {"elems": "i32", "stride": "i32"}
+    arguments = dict.fromkeys(("parts", "own", "out"), "*fp32")
+    arguments |= {"elems": "i32", "stride": "i32", "one": "fp32"}
     constants = {"RANKS": 2, "AT": 2, "WIDE": F32, "BLOCK": FOLD_BLOCK}
     code = compiled(fold_kernel, arch, tmp_path, arguments, constants, odd=("elems",))
     assert width(code, "LDG") == {32}
