@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.parallel.loop_models import (
     WIDTH,
@@ -160,6 +161,29 @@ def guided_below() -> nn.Module:
     return nn.Sequential(linear(), Checkpointed(guided, reentrant=False))
 
 
+class Halves(nn.Module):
+    """Called for one half of its parameters, then in a checkpoint for the other, whose backward
+    ends first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.halves = nn.ModuleList([linear(), linear()])
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        out: Tensor = self.halves[which](x)
+        return out
+
+
+class InHalves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = Halves()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(self.both, self.both(x, 0), 1, use_reentrant=True)
+        return out
+
+
 def frozen_norm_twice() -> nn.Module:
     b = nn.Sequential(freeze(nn.LayerNorm(WIDTH)), linear())
     return Checkpointed(b, b, reentrant=False)
@@ -188,6 +212,7 @@ CASES = {
     "calls itself": Case(calling_themselves),
     "calls itself, two forwards": Case(calling_themselves, two_forwards),
     "checkpoint called twice": Case(frozen_norm_twice, unit=(nn.LayerNorm, nn.Linear)),
+    "one half in a checkpoint": Case(InHalves, unit=Halves),
     "shared by units": Case(SharedInside),
     "structured outputs": Case(Structured),
     "objects": Case(Objects),
