@@ -134,10 +134,10 @@ class Gathering:
         """The backward is over: free what it used, and everything if no forward goes on."""
         del self.forwards[self._amid :]
         self.in_use = [*self.forwards]
-        for unit in self.units if self.in_use else ():
-            if unit.freed and unit.state is State.UNSHARDED and unit.index not in self.in_use:
-                unit.reshard()
-        if not (self.in_use or self.again):
+        if self.in_use:
+            used = [u for u in self.units if u.freed and u.state is State.UNSHARDED]
+            self.reshard([u for u in used if u.index not in self.in_use])
+        elif not self.again:
             self.end(learn=learn)
 
     def let_write(self) -> None:

@@ -198,6 +198,43 @@ def test_a_backward_that_wrote_leaves_no_bucket(comm: Communicator) -> None:
     engine.close()
 
 
+class WritesAmid(nn.Module):
+    """Writes to a parameter in the backward of a gradient that its forward computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.requires_grad_()
+
+        @torch.no_grad()
+        def write(*_: object) -> None:
+            self.inner[0].bias.mul_(2)
+
+        handle = self.inner[0].register_forward_hook(
+            lambda _m, _x, out: out.register_hook(write) and None
+        )
+        out = self.inner(h)
+        handle.remove()
+        (by_input,) = torch.autograd.grad(out.sum(), h)
+        return by_input
+
+
+@with_and_without_precision
+@on_ranks(2)
+def test_a_backward_amid_a_forward_that_wrote_is_refused(
+    comm: Communicator, precision: Precision | None
+) -> None:
+    torch.manual_seed(0)
+    engine = ringdp.shard(
+        model := WritesAmid(), stage=3, unit=nn.Sequential, precision=precision, comm=comm
+    )
+    with pytest.raises(UsageError, match=r"written to while its unit computes: inner\.0\.bias"):
+        model(batch())
+    engine.close()
+
+
 @with_and_without_precision
 @pytest.mark.parametrize("stage", range(4))
 @on_ranks(2)
