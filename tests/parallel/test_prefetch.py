@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,6 +13,7 @@ from ringdp.parallel import gathering
 from ringdp.parallel.accounting.dry_run import Event, _Unit, gathers, iteration, peaks
 from ringdp.parallel.gathering import Gathering
 from ringdp.parallel.prefetch import ahead, forecast, position_of
+from ringdp.parallel.reducing import Reducing, _Reduction, _Turn
 
 SIZES = st.lists(st.integers(1, 100), min_size=1, max_size=8)
 
@@ -91,6 +96,27 @@ def test_units_are_still_foreseen_if_the_roots_backward_comes_late():
     for unit in (3, 0, 2):
         gathering.use(unit)
     assert events[-1] == Event("gather", 1)
+
+
+def test_a_gradient_starts_a_deferred_gather_only_once_the_reduction_is_over():
+    """Until then it does not wait for it."""
+    events: list[Event] = []
+    units = [_Unit(i, 8, events, freed=i > 0) for i in range(3)]
+    bucket, over, waits = torch.empty(2), [False], []
+    reduced: Any = SimpleNamespace(
+        gradients=SimpleNamespace(bucket=bucket), widths=SimpleNamespace(own=True)
+    )
+    work: Any = SimpleNamespace(is_completed=lambda: over[0], wait=lambda: waits.append(1))
+    reducing = Reducing(None, None)
+    reducing._pending.append(_Reduction(_Turn(reduced, False, False, []), bucket, work))
+    gathering = Gathering(units, alone(3), None, 8, reducing)
+    gathering.use(0)
+    gathering.prefetch_deferred(wait=False)
+    assert events == [Event("gather", 0)]
+    assert not waits
+    over[0] = True
+    gathering.prefetch_deferred(wait=False)
+    assert events == [Event("gather", 0), Event("gather", 1)]
 
 
 def gathered_peak(sizes, groups, limit):
