@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 import ringdp
 from ringdp import Communicator, Offload, Work
+from tests.equal import equal
 from tests.parallel.loop_models import Fail
-from tests.parallel.small import assert_equal, assert_gradients, batch, loss, net
+from tests.parallel.small import assert_equal, assert_gradients, batch, loss, net, whole_parameters
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
@@ -135,6 +136,32 @@ def test_hooks_and_errors_give_the_gradients_of_one_process(
         assert_gradients(engine, twin)
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_all_that_follows_a_backward_that_raised_starts_afresh(
+    comm: Communicator, stage: int
+) -> None:
+    """Without gradients, neither its own nor those accumulated before."""
+    engine = ringdp.shard(model := net(), stage=stage, comm=comm)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = whole_parameters(engine)
+    for follows in (
+        torch.no_grad()(lambda: loss(model)),
+        optimizer.step,
+        lambda: whole_parameters(engine),
+    ):
+        loss(model).backward()
+        handle = model[1].register_forward_pre_hook(lambda _m, inputs: Fail.apply(inputs[0]))
+        with pytest.raises(RuntimeError, match="on purpose"):
+            loss(model).backward()
+        handle.remove()
+        follows()
+        assert all(p.grad is None for p in model.parameters())
+        assert engine.ledger.now["gathered"] == engine.ledger.now["buckets"] == 0
+    assert equal(whole_parameters(engine), before)
+    engine.close()
 
 
 class Interrupted:
