@@ -114,7 +114,7 @@ class Reducing:
     def start(self, unit: FlatUnit) -> None:
         """Average the unit's gradients over the ranks."""
         turn, bucket = self._turns[unit.index], self._open[unit.index].whole()
-        if unit in self.unreduced or bucket is not unit.gradients.bucket:
+        if bucket is not unit.gradients.bucket:
             self._land()
         del self._open[unit.index]
         sums = self.unreduced.pop(unit)
