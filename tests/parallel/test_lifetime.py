@@ -147,6 +147,19 @@ def test_a_model_closed_in_stage_0_is_an_ordinary_one(
         model(batch())
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2)
+def test_closing_after_an_abort_does_not_wait_for_a_gather(comm: Communicator, stage: int) -> None:
+    """Rank 1 never reaches it."""
+    with comm.duplicate() as other:
+        engine = ringdp.shard(net(), stage=stage, comm=other)
+        if comm.rank == 0:
+            engine.units[1].gather(engine.gathering.comm)
+        comm.barrier()
+        other.abort()
+        engine.close()
+
+
 @pytest.mark.parametrize("stage", range(4))
 @on_ranks(2)
 def test_an_engine_is_freed_although_the_model_keeps_its_output(
