@@ -16,6 +16,7 @@ import ringdp
 from ringdp import Communicator
 from tests.parallel.loop_cases import CASES
 from tests.parallel.loop_models import batch, loss, net
+from tests.parallel.small import assert_gradients
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
@@ -258,6 +259,29 @@ def test_collectives_are_issued_ahead_of_need(ranks, stage, keeps):
         backward = events[events.index(("forward", 3)) :]
         for i in (3, 2):
             assert backward.index(("all_gather", i - 1)) < backward.index(("backward", i))
+
+
+@on_ranks(2)
+def test_a_backward_that_raised_has_the_same_gathers_on_all_ranks(comm: Communicator) -> None:
+    """Rank 0 starts one when it sees that a reduction is over; rank 1 does not see it in time."""
+    model, twin = net(), net()
+    engine: Any = ringdp.shard(model, stage=3, comm=comm)
+    events: list[tuple[str, int]] = []
+    engine.gathering.comm = Recorder(engine.gathering.comm, events)
+    engine.reducing.through = lambda: comm.rank == 0
+
+    def fail(_: Tensor) -> None:
+        raise RuntimeError("on purpose")
+
+    handle = model.blocks[1][0].weight.register_hook(fail)  # its bias is made before
+    with pytest.raises(RuntimeError, match="on purpose"):
+        loss(model(batch())).backward()
+    assert events[5:] == [("all_gather", 1)][comm.rank :]
+    handle.remove()
+    for one in (model, twin):
+        loss(one(batch())).backward()
+    assert_gradients(engine, twin)
+    engine.close()
 
 
 # ---- optimizers
