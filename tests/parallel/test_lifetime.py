@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import ringdp
 from ringdp import Communicator
+from ringdp.parallel.state import State
 from tests.parallel.loop_cases import CASES
 from tests.parallel.loop_models import batch, loss, net
 from tests.parallel.small import assert_gradients
@@ -146,6 +147,21 @@ def test_a_model_closed_in_stage_0_is_an_ordinary_one(
     ringdp.shard(model, stage=1, comm=comm).close()
     with pytest.raises(ringdp.UsageError, match=r"or after close\(\)"):
         model(batch())
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2)
+def test_a_model_closed_amid_an_iteration_is_of_slices(comm: Communicator, stage: int) -> None:
+    """A backward through what stage 3 has freed is an error, frozen as it is."""
+    model = net().requires_grad_(False)
+    engine = ringdp.shard(model, stage=stage, comm=comm)
+    value = loss(model(batch().requires_grad_()))
+    engine.close()
+    assert all(u.state is State.SHARDED for u in engine.units)
+    assert engine.ledger.now["gathered"] == 0
+    if stage == 3:
+        with pytest.raises(ringdp.CommunicationError, match="the engine was closed"):
+            value.backward()
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
