@@ -55,7 +55,7 @@ def fold(parts: Tensor, out: Tensor, own: Tensor | None = None, at: int = 0) -> 
     """
     tensors = [parts, out] if own is None else [parts, own, out]
     if out.is_cuda:
-        done = _repeats.again(tensors, [at], ())
+        done = _repeats.again(tensors, [at], (1.0,))
     else:
         done = host.fold(parts, out, own, at, torch.get_num_threads())
     if not done:
