@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -72,9 +73,9 @@ class GroupWork(TorchWork):
         """`limit`: seconds of `wait` for all works together, or None for the communicator's timeout
         for each. `watcher`: None for a thread of its own."""
         super().__init__()
-        self.all, self._results, self._finishes = Group(works), results, finishes
+        self.all, self._results, self._finishes = Group(works), results, [*finishes]
         self._limit, self._watcher = limit, watcher
-        self._ends: Sequence[Finish] = ()  # of spans; they run where a work fails, too
+        self._ends: list[Finish] = []  # of spans; they run where a work fails, too
         self._finishing = threading.Lock()  # several threads may wait
         self._future: torch._C.Future[Any] | None = None
         self.is_read_in_cpp = False  # see `futures`
@@ -84,24 +85,18 @@ class GroupWork(TorchWork):
         seconds = timeout.total_seconds()
         try:
             self.all.wait(seconds if seconds > 0 else self._limit)
-            self._complete()
+            self._run_once(self._finishes)
         finally:
-            self._end()
+            self._run_once(self._ends)
         return True
 
-    def _complete(self) -> None:
-        if self._finishes:
+    def _run_once(self, functions: list[Finish]) -> None:
+        """Run these, and drop them once all have returned: an interrupted `wait` runs all again."""
+        if functions:
             with self._finishing:
-                for finish in self._finishes:
-                    finish()
-                self._finishes = ()
-
-    def _end(self) -> None:
-        if self._ends:
-            with self._finishing:
-                for end in self._ends:
-                    end()
-                self._ends = ()
+                for function in functions:
+                    function()
+                functions.clear()
 
     def end_span(self, span: record_function) -> None:
         """Let the span end with the work, and before `wait` returns or raises: the profiler, which
@@ -113,7 +108,7 @@ class GroupWork(TorchWork):
             if not ended.done():  # an interrupted `wait` calls it again
                 ended.set_result(None)
 
-        self._ends = (end,)
+        self._ends.append(end)
         self.get_future()  # whose thread ends it where the caller is late
 
     def synchronize(self) -> None:
@@ -124,8 +119,8 @@ class GroupWork(TorchWork):
         ended = self.all.is_completed()
         if ended:
             if self.exception() is None:
-                self._complete()
-            self._end()
+                self._run_once(self._finishes)
+            self._run_once(self._ends)
         return ended
 
     def is_success(self) -> bool:
@@ -190,8 +185,9 @@ def all_of(groups: Sequence[GroupWork], watcher: Watcher) -> GroupWork:
     """Return the works as one."""
     works = [work for group in groups for work in group.all.works]
     results = [result for group in groups for result in group.result()]
-    whole = GroupWork(works, results, [group._complete for group in groups], None, watcher)
-    whole._ends = [group._end for group in groups]
+    finishes = [partial(group._run_once, group._finishes) for group in groups]
+    whole = GroupWork(works, results, finishes, None, watcher)
+    whole._ends = [partial(group._run_once, group._ends) for group in groups]
     return whole
 
 
