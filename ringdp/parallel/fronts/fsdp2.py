@@ -165,29 +165,36 @@ def take_in(
 ) -> Communicator:
     """Close the engines of modules sharded before, and make these whole. Returns the communicator
     for the model with them (see `move_to_ranks`). Collective."""
-    others: dict[Communicator, None] = {}
+    before: dict[Communicator, None] = {}
     for m in inner:
         if not m.engine.closed:
-            others[m.engine.comm] = None
+            before[m.engine.comm] = None
             with m.engine.full_parameters():
                 m.engine.close()
     comm = move_to_ranks(model, ranks, mesh, device)
-    others.pop(comm, None)
-    for other in others:
-        _check_same(other, comm)
+    before.pop(comm, None)
+    _check_same(before, comm)
     return comm
 
 
-def _check_same(inner: Communicator, comm: Communicator) -> None:
-    """Raise UsageError unless both have the same ranks, in any order. Collective over both."""
-    name = torch.tensor([secrets.randbits(62)], device="cpu")
-    inner.broadcast(name)
-    own = [name.item(), inner.size]
-    if any(each != [own[0], comm.size] for each in gather_json(comm, own)):
-        raise UsageError(
-            f"modules within were sharded over {inner.size} ranks, and the model is to be over "
-            f"{comm.size}, which are others; allowed: the same ranks for all of a model"
-        )
+def _check_same(before: Iterable[Communicator], comm: Communicator) -> None:
+    """Raise UsageError, on every rank of `comm`, unless all have its ranks, in any order.
+    Collective over all."""
+    mine = []
+    for other in before:
+        name = torch.tensor([secrets.randbits(62)], device="cpu")
+        other.broadcast(name)
+        mine.append([name.item(), other.size])
+    members: dict[tuple[int, int], list[int]] = {}
+    for rank, each in enumerate(gather_json(comm, mine)):
+        for name, size in each:
+            members.setdefault((name, size), []).append(rank)
+    for (_, size), known in members.items():
+        if not size == len(known) == comm.size:
+            raise UsageError(
+                f"modules within were sharded over {size} ranks; of the model's {comm.size}, these "
+                f"are among them: {known}; allowed: the same ranks for all of a model"
+            )
 
 
 def _precision(policy: Any) -> Precision:

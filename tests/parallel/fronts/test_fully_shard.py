@@ -71,7 +71,7 @@ def test_options_of_several_calls_are_combined_or_refused(comm: Communicator) ->
     ):
         with pytest.raises(UsageError, match=message):
             shard(first, second, whole)
-    message = "within were sharded over 1 ranks, and the model is to be over 2"
+    message = r"within were sharded over 1 ranks; of the model's 2, these are among them: \[0\]"
     with comm.split(comm.rank) as alone, pytest.raises(UsageError, match=message):
         shard({}, {"comm": alone}, {})
 
@@ -163,6 +163,16 @@ def test_a_failed_call_can_be_repeated_or_is_refused(comm: Communicator) -> None
         fronts.fully_shard(model, comm=comm)  # closed while its parameters are slices
 
 
+@on_ranks(2)
+def test_a_block_that_only_some_ranks_have_sharded_is_an_error_on_all(comm: Communicator) -> None:
+    model: Any = net()
+    with comm.split(comm.rank) as alone:
+        if comm.rank == 1:
+            fronts.fully_shard(model[1], comm=alone)
+        with pytest.raises(UsageError, match=r"sharded over 1 ranks; .* among them: \[1\]"):
+            fronts.fully_shard(model, comm=comm)
+
+
 @on_ranks(1)
 def test_a_model_with_an_engine_of_its_own_is_refused_unchanged(comm: Communicator) -> None:
     model = net()
@@ -228,7 +238,8 @@ def test_all_of_a_model_is_sharded_over_the_same_ranks(comm: Communicator) -> No
     with comm.split(comm.rank // 2) as pair, comm.split(comm.rank % 2) as across:
         fronts.fully_shard(model[0], comm=pair)
         fronts.fully_shard(model[1], comm=across)
-        with pytest.raises(UsageError, match="over 2 ranks, and the model is to be over 2, which"):
+        message = r"over 2 ranks; of the model's 2, these are among them: \[0\];"
+        with pytest.raises(UsageError, match=message):
             fronts.fully_shard(model, comm=across)
     with comm.split(0, key=-comm.rank) as backwards:
         fronts.fully_shard(model[0], comm=backwards)
