@@ -13,6 +13,7 @@ import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from torch.distributed import ProcessGroup
 
 from ringdp.comm import Communicator
 from ringdp.errors import UsageError
+from ringdp.parallel.engine import Engine
 from ringdp.parallel.entry import shard
 from ringdp.parallel.fronts.fsdp_module import FSDPModule, Options, heed, sharded_class
 from ringdp.parallel.mesh import move_to_ranks
@@ -32,6 +34,8 @@ from ringdp.parallel.units import lacks_forward
 from ringdp.parallel.values.inputs import cast_around
 
 Given = TypeVar("Given", bound=nn.Module | Sequence[nn.Module])
+# Engines that calls have closed, and not the user. A call that has failed since may be repeated.
+_TAKEN_IN = WeakSet[Engine]()
 
 
 def fully_shard(
@@ -94,10 +98,10 @@ def fully_shard(
     whole = nn.ModuleList(modules) if several else modules[0]
     named = whole.named_modules()
     within = {n: m for n, m in named if isinstance(m, FSDPModule) and m not in modules}
-    stage = _stage(within, asked, reshard_after_forward)
+    live = {n: m for n, m in within.items() if not m.engine.closed or m.engine in _TAKEN_IN}
+    stage = _stage(live, asked, reshard_after_forward)
     inner: list[Any] = [*within.values()]
-    live = [m for m in inner if not m.engine.closed]
-    ranks = take_in(live, whole, comm, mesh)
+    ranks = take_in(live.values(), whole, comm, mesh)
     engine = shard(
         whole,
         stage=stage,
@@ -115,7 +119,7 @@ def fully_shard(
     for m in (*modules, *inner):
         m.engine = engine
     gathered = {unit.module for unit in engine.units}
-    for m in (*modules, *live):
+    for m in (*modules, *live.values()):
         # The engine casts those of units. Other modules have no parameters, or the model's.
         inputs = policy.param if policy.cast_inputs and m not in gathered else None
         output = m._ringdp_asked.output_dtype
@@ -140,10 +144,10 @@ def _check_module(module: nn.Module) -> None:
         )
 
 
-def _stage(within: dict[str, FSDPModule], asked: Options, reshard: bool | None) -> int:
+def _stage(inner: dict[str, FSDPModule], asked: Options, reshard: bool | None) -> int:
     """3 if anything is to be resharded after its forward. Raises UsageError if calls on the modules
     inside, by name, asked for something else."""
-    before = {name: m._ringdp_asked for name, m in within.items() if not m.engine.closed}
+    before = {name: m._ringdp_asked for name, m in inner.items()}
     for name, other in before.items():
         for argument in ("mp_policy", "offload_policy"):
             here, there = getattr(asked, argument), getattr(other, argument)
@@ -171,6 +175,7 @@ def take_in(
             before[m.engine.comm] = None
             with m.engine.full_parameters():
                 m.engine.close()
+            _TAKEN_IN.add(m.engine)
     comm = move_to_ranks(model, ranks, mesh, device)
     before.pop(comm, None)
     _check_same(before, comm)

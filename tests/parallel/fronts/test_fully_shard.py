@@ -164,6 +164,23 @@ def test_a_failed_call_can_be_repeated_or_is_refused(comm: Communicator) -> None
 
 
 @on_ranks(2)
+def test_a_call_is_repeated_with_what_was_asked_of_blocks(comm: Communicator) -> None:
+    """Though the call that failed had closed their engines."""
+    model, policy = net(), MixedPrecisionPolicy(BF16)
+    low = MixedPrecisionPolicy(BF16, output_dtype=torch.float64)
+    fronts.fully_shard(model[2], comm=comm, mp_policy=low)
+    model.register_parameter("number", nn.Parameter(torch.zeros(1, dtype=torch.complex64)))
+    with pytest.raises(UsageError, match=r"number is torch\.complex64"):
+        fronts.fully_shard(model, comm=comm, mp_policy=policy)
+    del model.number
+    with pytest.raises(UsageError, match="mp_policy of module '2' was"):
+        fronts.fully_shard(model, comm=comm)
+    fronts.fully_shard(model, comm=comm, mp_policy=policy)
+    assert model(batch()).dtype == torch.float64
+    model.engine.close()
+
+
+@on_ranks(2)
 def test_a_block_that_only_some_ranks_have_sharded_is_an_error_on_all(comm: Communicator) -> None:
     model: Any = net()
     with comm.split(comm.rank) as alone:
