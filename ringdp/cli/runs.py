@@ -41,13 +41,13 @@ class Record:
     seconds: tuple[float, ...]  # one per step, including the first
     tokens_per_step: int  # of the global batch
     digest: str  # of the bits of all final parameters
-    sample: bytes  # what the trained model writes
     stage: int | None = None
     ranks: int = 1
     memory: dict[str, int] = field(default_factory=dict)
     memory_formula: dict[str, int] = field(default_factory=dict)
     sent: int = 0  # bytes per step
     sent_formula: int = 0
+    sample: bytes = b""  # what the trained model writes; only the last stage's is shown
 
     def milliseconds(self, percentile: float) -> float:
         return float(np.percentile(self.seconds, percentile)) * 1e3
@@ -176,16 +176,12 @@ def run_single(options: Options, data: bytes, emit: Emit) -> Record:
 
 def _record(done: Trained, model: gpt.GPT, options: Options) -> Record:
     """What is known of any run. The parameters are whole."""
-    sample = b""
-    if options.sample:
-        sample = gpt.write(model, options.context, PROMPT, SAMPLE_BYTES, options.seed)
     return Record(
         parameters=gpt.elements(model),
         loss=done.loss,
         seconds=done.seconds,
         tokens_per_step=options.global_batch * options.context,
         digest=parameter_digest(model),
-        sample=sample,
     )
 
 
@@ -229,8 +225,11 @@ def _run_stage(
         sent=engine.sent_bytes,
     )
     memory = engine.memory(optimizer)._asdict()
+    sample = b""
     with engine.full_parameters():
         record = _record(done, model, options)
+        if options.sample and stage == options.stages[-1]:
+            sample = gpt.write(model, options.context, PROMPT, SAMPLE_BYTES, options.seed)
     formula = engine.traffic_formula()
     record = replace(
         record,
@@ -240,6 +239,7 @@ def _run_stage(
         memory_formula=engine.memory_formula()._asdict(),
         sent=max(done.sent, key=lambda sent: abs(sent - formula)),  # the step furthest off
         sent_formula=formula,
+        sample=sample,
     )
     engine.close()
     return record

@@ -86,6 +86,18 @@ def test_the_text_may_change_while_ranks_start(
     assert "Losses stay within the float32 bound" in capfd.readouterr().out
 
 
+def test_only_the_model_that_is_shown_writes_a_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Writing takes as long as ten steps, and would be half of a short run's trace."""
+    text = tmp_path / "text"
+    text.write_bytes(bytes(range(1, 128)))
+    options = Options(ranks=1, steps=1, batch=1, context=4)
+    assert not runs.run_single(options, text.read_bytes(), print).sample
+    written = runs.run_stages(runs.Job(options, text), print)
+    assert [bool(record.sample) for record in written] == [False, False, False, True]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_transport_over_gpus_needs_one(refused) -> None:
     refused("train", "--transport", "nccl", message="needs a CUDA GPU, and torch")
