@@ -90,7 +90,7 @@ def seconds(comm: ringdp.Communicator, x: Tensor, calls: int) -> float:
 
 
 def record_us() -> float:
-    with compiled("guard.cpp", "-std=c++20") as run:
+    with compiled("guard.cpp") as run:
         return round(float(run()) / 1e3, 4)
 
 

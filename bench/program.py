@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+FLAGS = ("-std=c++17", "-O3", "-pthread")  # as csrc, whose headers they include
+
 
 @contextmanager
-def compiled(source: str, *flags: str) -> Iterator[Callable[..., str]]:
+def compiled(source: str) -> Iterator[Callable[..., str]]:
     """Compile a file of this directory; yield a function that runs it and returns its output.
 
     Raises CalledProcessError if compiling fails.
@@ -20,7 +22,7 @@ def compiled(source: str, *flags: str) -> Iterator[Callable[..., str]]:
     compiler = os.environ.get("CXX") or shutil.which("g++") or "c++"
     with tempfile.TemporaryDirectory() as directory:
         program, file = Path(directory) / "program", Path(__file__).with_name(source)
-        subprocess.run([compiler, "-O3", *flags, file, "-o", program], check=True)
+        subprocess.run([compiler, *FLAGS, file, "-o", program], check=True)
 
         def run(*arguments: object) -> str:
             command = [program, *map(str, arguments)]

@@ -25,7 +25,7 @@ from bench.required import REQUIRED, Reached, beside_gloo, median, minimum, of_s
 from bench.results import OTHER, RESULTS, load
 from bench.small import Small
 from bench.tables import bytes_text, cpu_kernels, error, link, markdown, plan
-from ringdp.cli.bench.rows import read
+from ringdp.cli.bench.rows import best_peer, read
 from ringdp.cli.runs import MEMORY
 from ringdp.schedule import schedule, svg
 
@@ -51,7 +51,8 @@ def best() -> str:
     for size in (4 << 10, 1 << 20, 64 << 20):
         rows = [r for r in read(RESULTS / "all_reduce.json").rows if r.bytes == size]
         (ours,) = (r for r in rows if r.ours and not r.registered)
-        peer = min((r for r in rows if not r.ours), key=median)
+        peer = best_peer(rows, ours)
+        assert peer is not None
         times = f"{median(ours):,.1f} µs", f"{median(peer):,.1f} µs ({peer.label})"
         lines.append(
             [f"all_reduce of {bytes_text(size)}", *times, f"{median(ours) / median(peer):.2f}"]

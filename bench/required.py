@@ -12,7 +12,6 @@ from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
-from bench.results import RESULTS
 from ringdp.cli.bench.rows import Report, Row, read
 
 K, M = 1 << 10, 1 << 20
@@ -20,7 +19,7 @@ K, M = 1 << 10, 1 << 20
 
 class Required(NamedTuple):
     case: str
-    results: str  # a file of RESULTS
+    results: str  # a file's name, without .json
     registered: bool
     least: int  # bytes
     most: int
@@ -54,7 +53,7 @@ median: Time = attrgetter("p50_us")
 minimum: Time = attrgetter("min_us")
 
 
-def reached(required: Required, time: Time, results: Path = RESULTS) -> Reached | None:
+def reached(required: Required, time: Time, results: Path) -> Reached | None:
     """What a case reaches; None if it has not been measured. `results` may be another machine's."""
     file = results / f"{required.results}.json"
     rows = read(file).rows if file.exists() else []
@@ -62,7 +61,7 @@ def reached(required: Required, time: Time, results: Path = RESULTS) -> Reached 
     return _worst([r for r in rows if not r.ours or r.registered == required.registered], time)
 
 
-def beside_gloo(time: Time, results: Path = RESULTS) -> Reached | None:
+def beside_gloo(time: Time, results: Path) -> Reached | None:
     """The worst ratio to gloo over everything measured with private buffers."""
     found = [
         _worst(
@@ -73,7 +72,7 @@ def beside_gloo(time: Time, results: Path = RESULTS) -> Reached | None:
     return min((f for f in found if f is not None), default=None)
 
 
-def of_suite(results: Path = RESULTS) -> Iterator[Report]:
+def of_suite(results: Path) -> Iterator[Report]:
     for file in sorted(results.glob("*.json")):
         if "contenders" in json.loads(file.read_bytes()):  # else another bench's file
             yield read(file)

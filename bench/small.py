@@ -52,7 +52,7 @@ def measured() -> Small:
 
 
 def exchange_us(cores: tuple[int, int]) -> dict[str, float]:
-    with compiled("small.cpp", "-std=c++17", "-pthread") as run:
+    with compiled("small.cpp") as run:
         return {str(size): int(run(size, *cores)) / 1e3 for size in BYTES}
 
 

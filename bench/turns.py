@@ -36,7 +36,7 @@ Way = TypeVar("Way", bound=Hashable)
 
 
 def interleaved(
-    ways: Mapping[Way, Callable[[], object]], what: str, rounds: int = ROUNDS
+    ways: Mapping[Way, Callable[[], object]], what: str, rounds: int
 ) -> dict[Way, list[float]]:
     """The seconds of each way's turns, over torch.distributed's default group.
 
@@ -56,7 +56,7 @@ def interleaved(
 
 
 def between_jobs(
-    ranks: int, ways: Mapping[Way, Callable[[], Callable[[], object]]], rounds: int = ROUNDS
+    ranks: int, ways: Mapping[Way, Callable[[], Callable[[], object]]], rounds: int
 ) -> dict[Way, list[float]]:
     """The same for ways that are jobs of `ranks` pinned processes: see Note [a job each].
 

@@ -32,7 +32,9 @@ def test_jobs_take_turns_and_print_progress(
 def test_jobs_are_started_several_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns, "STARTS", 2)
     monkeypatch.setattr(turns, "_started", lambda ranks, ways, rounds, what: {"one": [what]})
-    assert turns.between_jobs(1, {"one": idle}) == {"one": ["start 1 of 2", "start 2 of 2"]}
+    assert turns.between_jobs(1, {"one": idle}, rounds=2) == {
+        "one": ["start 1 of 2", "start 2 of 2"]
+    }
 
 
 def test_progress_of_one_job_names_what_is_measured(
