@@ -14,6 +14,7 @@ from contextlib import suppress
 
 import typer
 
+from ringdp.cli.launch import SignalError
 from ringdp.errors import RingdpError, UsageError
 
 # typer has bundled its own click since about 0.20, so its base class cannot be imported by name.
@@ -42,8 +43,7 @@ def exit_code(command: Callable[[], int | None]) -> int:
         return 128 + signal.SIGINT
     except RingdpError as error:
         print(error, file=sys.stderr)
-        signum = getattr(error, "signum", None)
-        return 1 if signum is None else 128 + signum
+        return 128 + error.signum if isinstance(error, SignalError) else 1
     except OSError as error:  # stdout on a full disk, for example
         print_nowhere()
         if not isinstance(error, BrokenPipeError):  # a closed pipe is normal, as in `| head`
