@@ -149,7 +149,8 @@ def check(options: Options) -> None:
 def check_sizes(options: Options, *, least: int) -> None:
     """Check the sizes, at least `least` bytes, and the number of rounds."""
     between("--min", options.least, least, MOST_BYTES)
-    between("--max", options.most, options.least, MOST_BYTES)
+    allowed = f"from --min, which is {options.min}, to {MOST_BYTES >> 30}G"
+    between("--max", options.most, options.least, MOST_BYTES, allowed)
     between("--factor", options.factor, 2, 1 << 20)
     between("--rounds", options.rounds, 1, 10_000)
 

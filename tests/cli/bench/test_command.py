@@ -41,7 +41,10 @@ REFUSED = {
     "min zero": (["all_reduce", "--min", "0"], "--min is 0; allowed"),
     "min small": (["all_gather", "--min", "4"], "--min is 4; allowed: at least 2 float32"),
     "min uneven": (["all_gather_v", "--min", "8"], "--min is 8; allowed: at least 3 float32"),
-    "max": (["all_reduce", "--max", "512"], "--max is 512; allowed: a whole number from 1024"),
+    "max": (
+        ["all_reduce", "--max", "512"],
+        "--max is 512; allowed: from --min, which is 1K, to 4G",
+    ),
     "factor": (["all_reduce", "--factor", "1"], "--factor is 1; allowed"),
     "dtype": (["all_reduce", "--dtype", "int4"], "--dtype is 'int4'; allowed: float32, "),
     "op": (["all_reduce", "--op", "avg"], "--op is 'avg'; allowed: sum, prod, min, max"),
