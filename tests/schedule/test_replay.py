@@ -45,6 +45,11 @@ def test_every_slot_shows_the_value_from_the_proof(browse, collective, name, n, 
     transfers = plan.rounds[r] if r >= 0 else ()
     assert len(dom.of_class("arrow")) == len(transfers)
     assert len(dom.of_class("copy")) == sum(not t.reduce for t in transfers)
+    # an arrow has the color of the squares that it moves, also between scratch chunks
+    before = list(states(plan, contract(collective, n, plan.chunks).before))[max(r, 0)]
+    chunks = [min(before[t.src, t.read])[1] for t in transfers]
+    hues = sorted(f"--hue:{360 * chunk // plan.chunks}" for chunk in chunks)
+    assert sorted(arrow["style"] for arrow in dom.of_class("arrow")) == hues
     (explained,) = (a for _, a in dom.elements if a.get("id") == "scratch")
     assert ("hidden" in explained) == (plan.scratch == 0)
     after = contract(collective, n, plan.chunks).after
