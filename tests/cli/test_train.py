@@ -86,9 +86,7 @@ def test_the_text_may_change_while_ranks_start(
     assert "Losses stay within the float32 bound" in capfd.readouterr().out
 
 
-def test_only_the_model_that_is_shown_writes_a_sample(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_model_that_is_shown_writes_a_sample(tmp_path: Path) -> None:
     """Writing takes as long as ten steps, and would be half of a short run's trace."""
     text = tmp_path / "text"
     text.write_bytes(bytes(range(1, 128)))
