@@ -7,8 +7,8 @@ may use a communicator; give every other thread a `duplicate`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from ringdp.comm.messages import Messages
 from ringdp.comm.moves import Moves
 from ringdp.comm.reductions import Reductions
 from ringdp.comm.traced import CommTracer, Named
-from ringdp.comm.work import Group, Work
+from ringdp.comm.work import Group
 from ringdp.errors import UsageError
 from ringdp.tape import recorder
 from ringdp.transport import heap
@@ -115,8 +115,9 @@ class Communicator(Reductions, Moves, Messages, Named):
 
         Collective: every rank must call it.
         """
-        name = self._agreed(self.all_reduce, torch.zeros(1, device="cpu"))
-        return self._create(name, self._ranks, self._siblings)
+        with self._making():
+            self.all_reduce(torch.zeros(1, device="cpu")).wait()  # also in a group
+            return self._create(f"{self._name}.{self.issued}", self._ranks, self._siblings)
 
     def name_tags(self, units: Sequence[str]) -> None:
         """Make errors show units[tag] as the unit of a collective."""
@@ -134,27 +135,29 @@ class Communicator(Reductions, Moves, Messages, Named):
         key = check_int("split", "key", key, most, "keys", -most)
         color_key = torch.tensor([-1 if color is None else color, key], device="cpu")
         gathered = color_key.new_empty(self.size, 2)
-        name = self._agreed(self.all_gather, gathered, color_key)
-        if color is None:
-            return None
-        members = [(k, rank) for rank, (c, k) in enumerate(gathered.tolist()) if c == color]
-        ranks = [self._ranks[rank] for _, rank in sorted(members)]
-        return self._create(f"{name}.{color}", ranks)
+        with self._making():
+            self.all_gather(gathered, color_key).wait()
+            if color is None:
+                return None
+            members = [(k, rank) for rank, (c, k) in enumerate(gathered.tolist()) if c == color]
+            ranks = [self._ranks[rank] for _, rank in sorted(members)]
+            return self._create(f"{self._name}.{self.issued}.{color}", ranks)
 
-    def _agreed(self, call: Callable[..., Work], *tensors: Tensor) -> str:
-        """Run `call(*tensors)` on all ranks, and return a name for the communicator made next.
+    @contextmanager
+    def _making(self) -> Iterator[None]:
+        """The block makes a communicator after a collective of host tensors, in which a dead rank
+        raises PeerLost or CollectiveTimeout.
 
-        The tensors are on the host, where a dead rank raises PeerLost or CollectiveTimeout. Ctrl-C
-        during the call aborts this communicator, since the other ranks may have gone on.
+        Ctrl-C once the collective has begun aborts this communicator, since the other ranks may
+        have gone on and wait for this one.
         """
         issued = self.issued
         try:
-            call(*tensors).wait()
+            yield
         except KeyboardInterrupt:
             if self.issued > issued:
                 self._transport.fail(FailureKind.ABORTED, self.rank)
             raise
-        return f"{self._name}.{self.issued}"
 
     def _create(
         self, name: str, ranks: Sequence[int], duplicates: Living[Transport] | None = None

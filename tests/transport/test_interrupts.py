@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import random
 import signal
+import sys
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any, TypeVar
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import TypeVar
 
 import pytest
 import torch
@@ -104,27 +107,44 @@ def test_interrupted_messages_keep_no_thread_busy(comm: Communicator) -> None:
     assert used < 0.1
 
 
-def interrupt_an_agreement(comm: Communicator) -> None:
-    def interrupted() -> None:
-        raise KeyboardInterrupt
+def interrupt_as_begins(function: str, file: str) -> None:
+    """Raise KeyboardInterrupt once that function begins."""
 
-    def agree(tensor: torch.Tensor) -> Any:
-        comm.all_reduce(tensor)
-        return SimpleNamespace(wait=interrupted)
+    def trace(frame: FrameType, *_: object) -> None:
+        if (frame.f_code.co_name, Path(frame.f_code.co_filename).name) == (function, file):
+            sys.settrace(None)
+            raise KeyboardInterrupt
 
+    sys.settrace(trace)
+
+
+def interrupt_the_making(comm: Communicator, function: str, file: str, split: bool) -> None:
+    make = partial(comm.split, 0) if split else comm.duplicate
     if comm.rank == 0:
+        interrupt_as_begins(function, file)
         with pytest.raises(KeyboardInterrupt):
-            comm._agreed(agree, torch.zeros(1))
+            make()
     else:
         with pytest.raises(PeerLost, match="rank 0 has aborted"):
-            comm.duplicate()
+            make()
     with pytest.raises(PeerLost):
         comm.barrier()
 
 
+@pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize(
+    ("function", "file"),
+    [
+        ("wait", "work.py"),
+        ("_create", "communicator.py"),
+        ("session", "handshake.py"),
+        ("barrier", "handshake.py"),
+    ],
+)
 @on_ranks(2)
 def test_making_a_communicator_with_an_interrupted_rank_is_an_error(
-    comm: Communicator, transport: str
+    comm: Communicator, function: str, file: str, transport: str, split: bool
 ) -> None:
-    over(comm, transport, interrupt_an_agreement)
+    """Wherever it is interrupted once the ranks have begun to agree."""
+    over(comm, transport, interrupt_the_making, function, file, split)
