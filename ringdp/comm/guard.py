@@ -65,8 +65,8 @@ class Guard:
                 self.transport.fail(FailureKind.MISMATCH, r)
                 self.check(call)
 
-    def finished(self, call: Call) -> None:
-        """Tell other ranks that `call`, for which `look` was called, has finished."""
+    def left(self, call: Call) -> None:
+        """Tell other ranks that this one no longer waits for `call`, for which it called `look`."""
         if collective_of(call[1]) in MESSAGES:
             self.transport.tell(None)
 

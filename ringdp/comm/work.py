@@ -76,8 +76,11 @@ class Work:
         except CommunicationError as e:
             self._error = copy(e)  # without its traceback: see Guard.error
             raise
+        except BaseException:  # of a signal's handler, such as Ctrl-C
+            self._guard.left(self._call)
+            raise
         if waited:
-            self._guard.finished(self._call)
+            self._guard.left(self._call)
         self._complete()
 
     def is_completed(self) -> bool:

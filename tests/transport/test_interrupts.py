@@ -148,3 +148,30 @@ def test_making_a_communicator_with_an_interrupted_rank_is_an_error(
 ) -> None:
     """Wherever it is interrupted once the ranks have begun to agree."""
     over(comm, transport, interrupt_the_making, function, file, split)
+
+
+def interrupt_a_receive(comm: Communicator) -> None:
+    x, told = torch.ones(4), partial(comm._transport.message, comm.rank)
+
+    def interrupt(*_: object) -> None:
+        if told():
+            raise KeyboardInterrupt
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+
+    if comm.rank == 0:
+        signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+        with pytest.raises(KeyboardInterrupt):
+            comm.recv(x, 1)
+        assert told() is None
+    comm.barrier()
+    if comm.rank:
+        comm.send(x, 0)
+    comm.barrier()
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@on_ranks(2)
+def test_an_interrupted_receive_is_no_longer_reported(comm: Communicator, transport: str) -> None:
+    """Other ranks' errors would show this rank in it until the next receive that takes long."""
+    over(comm, transport, interrupt_a_receive)
