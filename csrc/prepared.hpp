@@ -99,13 +99,17 @@ class Prepared {
   }
   // Starts it and works on it for up to kSlice. Returns 0 if it has ended, else its ticket.
   std::uint64_t run(Buffer whole, Buffer part, nb::bytes site) {
-    const Job what = job(whole, part, site);
-    auto ticket = brief_ ? core_.run_brief(what) : 0;
-    if (brief_ && !ticket) return 0;
+    std::uint64_t ticket = 0;
+    if (brief_) {
+      ticket = core_.run_brief(job(whole, part, site));
+      if (!ticket) return 0;
+      // Ctrl-C may come in `uses`, where torch runs the Python code of a function mode or of a subclass.
+      keep(kept_, ticket, nb::make_tuple(nb::find(*this), whole.owner, part.owner, site));
+    }
     const auto used = uses(whole, part, site);
+    if (!ticket) ticket = core_.start(job(whole, part, site), false);
     {
       nb::gil_scoped_release free;
-      if (!brief_) ticket = core_.start(what, false);
       if (core_.wait(ticket, kSlice)) return 0;
     }
     return keep(kept_, ticket, used);

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from ringdp import Communicator
 from ringdp.errors import PeerLost
@@ -175,3 +176,39 @@ def interrupt_a_receive(comm: Communicator) -> None:
 def test_an_interrupted_receive_is_no_longer_reported(comm: Communicator, transport: str) -> None:
     """Other ranks' errors would show this rank in it until the next receive that takes long."""
     over(comm, transport, interrupt_a_receive)
+
+
+@pytest.mark.parametrize("length", [8, 1 << 16])  # a brief call, and one that is not
+@pytest.mark.parametrize("algorithm", ["direct", "ring"])
+@on_ranks(2)
+def test_an_interrupt_where_torch_runs_python_leaves_no_call_half_begun(
+    comm: Communicator, algorithm: str, length: int
+) -> None:
+    """Torch asks a function mode, such as a `with torch.device(...)`, about the storage."""
+    x = torch.ones(length)
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(
+            self, function: Any, _: object, given: Any = (), named: Any = None
+        ) -> Any:
+            if function is torch.Tensor.untyped_storage:
+                raise KeyboardInterrupt
+            return function(*given, **named or {})
+
+    for _ in range(2):
+        comm.all_reduce(x.fill_(1), algorithm=algorithm)
+    x.fill_(1)
+    comm.barrier()
+    if comm.rank == 0:
+        issued = comm.issued
+        with Mode(), pytest.raises(KeyboardInterrupt):
+            comm.all_reduce(x, algorithm=algorithm)
+        assert len(comm._transport.kept) == comm.issued - issued
+        if comm.issued == issued:
+            comm.all_reduce(x, algorithm=algorithm, async_op=True)
+        comm.send(torch.ones(1), 1)
+    else:
+        comm.recv(torch.ones(1), 0)  # before, rank 0's call cannot end
+        comm.all_reduce(x, algorithm=algorithm)
+    comm.barrier()
+    assert x.tolist() == [2] * length
