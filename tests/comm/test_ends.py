@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -15,9 +16,11 @@ import torch
 import ringdp
 from ringdp import Communicator
 from ringdp.cli.loopback import environment, loopback_store
+from ringdp.transport.records import CLOSED
 from tests.forks import Forks, Report, die, store
 from tests.limits import no_descriptor
 from tests.ranks import on_ranks
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.process
 
@@ -164,3 +167,26 @@ def test_threads_in_calls_do_not_abort_the_exit(tmp_path, text: str):
         for process in processes:
             process.kill()
     assert [code for _, code in ended] == [0, 0], ended
+
+
+@on_ranks(2)
+def test_two_threads_may_close_at_once(comm: Communicator) -> None:
+    """As when one aborts while another leaves the communicator's block. Both return once the
+    transport's own threads have ended."""
+    for _ in range(20):
+        other = comm.duplicate()
+        closed = list[int]()
+
+        def close() -> None:
+            other._transport.close()  # noqa: B023
+            closed.append(other._transport.record(comm.rank).pid)  # noqa: B023
+
+        if comm.rank == 0:
+            other.all_reduce(torch.ones(1 << 16), async_op=True)
+            other.irecv(torch.ones(1 << 16), 1)
+            for _ in range(2):
+                threading.Thread(target=close, daemon=True).start()
+            wait_until(lambda: len(closed) == 2, 20)  # noqa: B023
+            assert closed == [CLOSED, CLOSED]
+        comm.barrier()
+        other.abort()

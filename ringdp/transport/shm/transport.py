@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -82,6 +83,7 @@ class ShmTransport(Transport):
             _stop,
             *(self._mail, self._core, self.arena, self.kept, self.messages, self._process, segment),
         )
+        self._closing = threading.RLock()  # a thread may end only once
         _all.add(self)
         threads.at_exit(self)
 
@@ -248,7 +250,8 @@ class ShmTransport(Transport):
 
     def close(self) -> None:
         self.ready.forget()
-        threads.complete(self._stop)
+        with self._closing:
+            threads.complete(self._stop)
 
     end = close  # see `Ending`
 
@@ -325,6 +328,7 @@ def _abandon_all() -> None:
     Closing their files frees the memory when the rank ends, even if the child outlives it.
     """
     for transport in list(_all):
+        transport._closing = threading.RLock()  # a thread of the parent may hold it
         transport.close()
         _core.abandon(transport._mail, transport._core)  # even if it was closed before the fork
 
