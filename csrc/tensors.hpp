@@ -7,9 +7,10 @@
 //   Checking whether a tensor is lazily negated took 0.1 us of 0.8, since torch releases the GIL for it. So
 //   each tensor is checked once. A later tensor object with the same address and memory is not checked. That
 //   is safe, because torch negates only the imaginary part of a complex tensor, whose elements are not
-//   adjacent: it is contiguous only if it has one element (or as_strided says so), and a single float is
-//   always checked. A storage is not checked again either: if it is resized, it moves. Undetected is a
-//   storage that is freed and remade, shorter and by chance in its old place, with no call in between.
+//   adjacent (or as_strided says so): its rows are contiguous only if they have one element each, and floats
+//   in such rows are always checked. A storage is not checked again either: if it is resized, it moves.
+//   Undetected is a storage that is freed and remade, shorter and by chance in its old place, with no call in
+//   between.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -81,7 +82,7 @@ class Tensors {
     }
     auto* data = static_cast<std::byte*>(seen->data) + seen->byte_offset;
     const Plain found{data, code(*seen), seen->dimensions, elements, std::size_t(elements) * seen->bits / 8};
-    if (elements && !trusted(object, found)) return std::nullopt;
+    if (elements && !trusted(object, found, elements)) return std::nullopt;
     return found;
   }
 
@@ -93,8 +94,8 @@ class Tensors {
     if ((elements > 1 && seen->strides && seen->strides[1] != 1) || stride < elements) return std::nullopt;
     auto* data = static_cast<std::byte*>(seen->data) + seen->byte_offset;
     const auto all = rows && elements ? (rows - 1) * stride + elements : 0;
-    if (all && !trusted(object, {data, code(*seen), 2, all, std::size_t(all) * seen->bits / 8}))
-      return std::nullopt;
+    const Plain whole{data, code(*seen), 2, all, std::size_t(all) * seen->bits / 8};
+    if (all && !trusted(object, whole, elements)) return std::nullopt;
     return PlainRows{data, code(*seen), rows, elements, stride};
   }
 
@@ -168,13 +169,13 @@ class Tensors {
     return -1;
   }
 
-  // Checks what DLPack does not say: the tensor is not lazily negated and lies inside its storage. See
-  // Note [checked once].
-  bool trusted(nb::handle tensor, const Plain& seen) {
+  // Checks what DLPack does not say: the tensor is not lazily negated and lies inside its storage. `adjacent`:
+  // elements of a row. See Note [checked once].
+  bool trusted(nb::handle tensor, const Plain& seen, std::int64_t adjacent) {
     const auto hash = reinterpret_cast<std::uintptr_t>(tensor.ptr()) * 0x9e3779b97f4a7c15 >> 32;
     Checked& checked = checked_[hash & (checked_.size() - 1)];
     const bool known = checked.tensor.is(tensor) && checked.data == seen.data && seen.bytes <= checked.bytes;
-    const bool maybe_imaginary = seen.elements == 1 && seen.dtype <= 2;
+    const bool maybe_imaginary = adjacent == 1 && seen.dtype <= 2;
     if (known && !maybe_imaginary) return true;
     bool is = false;
     try {

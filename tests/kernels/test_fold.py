@@ -142,6 +142,16 @@ def test_minus_zero_is_kept_and_empty_rows_are_accepted() -> None:
     fold(torch.empty(3, 0), torch.empty(0))
 
 
+def test_rows_of_one_element_may_be_lazily_negated() -> None:
+    """Both views have one address, and the second may get the first's place in Python's memory."""
+    z, out = torch.tensor([[1 + 2j], [3 + 4j], [5 + 6j]]), torch.empty(1)
+    for _ in range(2):
+        fold(z.imag, out)
+        assert out.item() == 12
+        fold(z.conj().imag, out)
+        assert out.item() == -12
+
+
 @pytest.mark.parametrize("row", [0, 1, 2])
 def test_the_output_may_be_a_row(row: int) -> None:
     parts = random_parts(3, 100, torch.float32)
