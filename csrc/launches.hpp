@@ -45,19 +45,23 @@ struct Driver {
 // A launch in one dimension. Its last arguments are given each time.
 class Launch {
  public:
-  // `kinds` has a letter for each argument: i for integers and addresses, f for float32, d for float64.
-  // `values` are the first arguments; those that are never given are 0.
+  // `kinds` has a letter for each argument: i for integers and addresses, f for float32, d for float64, and
+  // at the end 0 for a null pointer, which is never given. `values` are the first arguments.
   Launch(const Driver& driver, std::uintptr_t function, unsigned programs, unsigned threads, unsigned shared,
          std::string_view kinds, nb::tuple values)
       : driver_(driver), function_(reinterpret_cast<void*>(function)), programs_(programs),
-        threads_(threads), shared_(shared), given_(nb::len(values)), count_(kinds.size()) {
-    if (count_ > kMost) throw std::invalid_argument("a launch has too many arguments");
+        threads_(threads), shared_(shared), given_(nb::len(values)), count_(kinds.size()),
+        taken_(std::min(kinds.find('0'), count_)) {
+    if (count_ > kMost || given_ > taken_) throw std::invalid_argument("a launch has too many arguments");
     std::copy(kinds.begin(), kinds.end(), kinds_.begin());
     put(values, 0, cells_);
   }
 
   // Returns false, and launches nothing, in a thread without a CUDA context.
   bool run(void* stream, nb::tuple late) const {
+    if (const auto n = given_ + nb::len(late); n != taken_)
+      throw std::invalid_argument("a launch takes " + std::to_string(taken_) + " arguments, not " +
+                                  std::to_string(n));
     if (!driver_.context()) return false;
     const Driver driver = driver_;
     Cells cells = cells_;  // several threads may run this
@@ -84,7 +88,6 @@ class Launch {
 
   void put(nb::tuple values, std::size_t place, Cells& cells) const {
     for (nb::handle value : values) {
-      if (place == count_) throw std::invalid_argument("a launch has too many arguments");
       if (kinds_[place] == 'i') {
         cells[place] = PyLong_AsUnsignedLongLongMask(value.ptr());
       } else {
@@ -101,7 +104,7 @@ class Launch {
   Driver driver_;
   void* function_;
   unsigned programs_, threads_, shared_;
-  std::size_t given_, count_;
+  std::size_t given_, count_, taken_;  // arguments: first, in all, and without null pointers
   std::array<char, kMost> kinds_{};
   Cells cells_{};
 };

@@ -18,6 +18,7 @@ from ringdp._core import Driver, Launch
 # Triton's types -> their kinds in csrc/launches.hpp. A type's last two digits are its bits.
 KINDS = {"i32": "i", "u32": "i", "i64": "i", "u64": "i", "fp32": "f", "fp64": "d"}
 POINTER = "u64"
+NULL = "0"  # the kind of a pointer to scratch memory
 # What Triton says about a kernel that takes a plain launch.
 PLAIN = {
     "num_ctas": 1,
@@ -60,11 +61,11 @@ def variant_of(compiled: Any, unspecialized: Sequence[str]) -> Variant | None:
         (threads,) = re.findall(r"\.reqntid (\d+)\s*(?:\.maxnreg \d+\s*)?$", head)
         bits = [int(x) for x in re.findall(r"\.param (?:\.[a-z](\d+) )?", head)]
         types = [POINTER if kind.startswith("*") else kind for kind in taken.values()]
-        types += [POINTER] * (len(bits) - len(types))
-        if bits != [int(kind[-2:]) for kind in types]:
+        scratch = len(bits) - len(types)
+        if bits != [int(kind[-2:]) for kind in [*types, *[POINTER] * scratch]]:
             return None
         early = [i for i, x in enumerate(signature) if x in taken and x not in unspecialized]
-        kinds = "".join(KINDS[kind] for kind in types)
+        kinds = "".join(KINDS[kind] for kind in types) + NULL * scratch
         return Variant(compiled.function, int(threads), metadata.shared, kinds, tuple(early))
     except (AttributeError, KeyError, ValueError):
         return None

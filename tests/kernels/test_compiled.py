@@ -26,7 +26,7 @@ def test_the_driver_is_given_the_arguments_that_are_no_constants() -> None:
     """And null pointers for the scratch memory that the kernel does not need."""
     found = variant_of(Compiled([], SIGNATURE), ("scale",))
     assert found
-    assert found[1:] == (128, 0, "iidii", (0, 1))
+    assert found[1:] == (128, 0, "iid00", (0, 1))
     limited = Compiled([], SIGNATURE)
     limited.asm = {"ptx": limited.asm["ptx"].replace("128\n", "128\n.maxnreg 64\n")}
     assert variant_of(limited, ("scale",))[1:] == found[1:]
@@ -78,7 +78,7 @@ def test_arguments_are_packed_as_the_kernel_reads_them() -> None:
         bits[:] = x.bits([64, 32, 32, 64, 32, 64, 64])
 
     driver = StandIn(act).driver
-    launch = Launch(driver, 1 << 40, 3, 128, 512, "iifdiii", ((1 << 63) + 16, 5))
+    launch = Launch(driver, 1 << 40, 3, 128, 512, "iifdi00", ((1 << 63) + 16, 5))
     for _ in range(2):
         assert launch.run(1 << 41, (0.1, 0.1, (1 << 32) - 1))
         floats = (
@@ -89,9 +89,13 @@ def test_arguments_are_packed_as_the_kernel_reads_them() -> None:
     assert given[0][:5] == (1 << 40, (3, 1, 1), (128, 1, 1), 512, 1 << 41)
     assert launch.run(0, (1, 2, 3))
     assert given[-1].stream is None
-    for wrong, error in (((0.1, "1"), TypeError), ((0.1, 0.1, 1, 0, 0, 0), ValueError)):
-        with pytest.raises(error):
+    with pytest.raises(TypeError):
+        launch.run(0, (0.1, "1", 1))
+    for wrong in ((0.1, 0.1), (0.1, 0.1, 1, 0)):  # the null pointers are not given
+        with pytest.raises(ValueError, match=f"takes 5 arguments, not {2 + len(wrong)}"):
             launch.run(0, wrong)
+    with pytest.raises(ValueError, match="too many arguments"):
+        Launch(driver, 1, 1, 32, 0, "i0", (1, 2))
     assert len(given) == 3
 
 

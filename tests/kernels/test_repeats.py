@@ -129,7 +129,7 @@ def test_compiled_code_launches_and_repeats(
 
     @torch.compile(backend="eager")
     def folded() -> bool:
-        if repeats.again([PARTS, FLAT], [0], ()):
+        if repeats.again([PARTS, FLAT], [0], (1.0,)):
             return True
         repeats.keep([PARTS, FLAT], [0], fold_triton(PARTS, FLAT, torch.float32))
         return False
