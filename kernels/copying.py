@@ -8,6 +8,7 @@ chunks says where each one lies.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 from typing import TYPE_CHECKING
 
 import torch
@@ -79,9 +80,10 @@ def copy(
     `flat`. Raises ValueError as `check` and `check_scale` do, and RuntimeError in the capture of a
     CUDA graph.
     """
-    every = [*tensors, flat]
+    *tensors, _ = every = [*tensors, flat]  # a sequence may make its tensors when asked
     if abs(scale) <= ANY_SCALE and repeats.again(every, offsets, (scale,)):
         return True
+    offsets = list(map(index, offsets))
     if not all(map(Tensor.is_contiguous, tensors)):  # repeated launches were checked at first
         return False
     check(tensors, flat, offsets, name)

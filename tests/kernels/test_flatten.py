@@ -9,7 +9,8 @@ from ringdp.kernels import flatten
 from ringdp.kernels.flatten import flatten_torch, flatten_triton
 from ringdp.kernels.precision import wide_dtype
 from ringdp.kernels.spans import Span, chunk_table
-from tests.kernels.inputs import LENGTHS, PAIRS, bucket_tensors, random_floats, same_bits
+from tests.kernels.inputs import LENGTHS, MANY, PAIRS, bucket_tensors, random_floats, same_bits
+from tests.kernels.test_host import Made
 
 # The interpreter computes with numpy, which warns of overflows that the tests cause on purpose.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
@@ -69,6 +70,13 @@ def test_kernel_takes_1_or_500_tensors(interpreted: None, count: int) -> None:
     flatten_triton(tensors, got, 1.0, [5 * i for i in range(count)])
     want = torch.tensor([[i + 1.0] * 3 + [0.0] * 2 for i in range(count)])
     assert torch.equal(got.view(count, 5), want)
+
+
+def test_kernel_takes_sequences_of_any_class(interpreted: None) -> None:
+    """One makes its tensors when asked, and nobody else keeps them; the other is a tensor."""
+    got = torch.empty(4 * MANY)
+    flatten_triton(Made(), got, 1.0, torch.arange(4) * MANY)  # type: ignore[arg-type]
+    assert torch.equal(got.view(4, MANY), torch.arange(4.0)[:, None].expand(4, MANY))
 
 
 def test_kernel_takes_mixed_dtypes_and_no_tensors(interpreted: None) -> None:
