@@ -119,11 +119,12 @@ class Repeats {
   // Repeats the launches kept for these tensors and offsets (or None), with `late` as each one's last
   // arguments. Returns false, and does nothing, if there are none.
   bool again(nb::list tensors, nb::handle offsets, nb::tuple late) {
-    if (kept_.empty() || !identify(tensors, offsets)) return false;
-    const auto found = kept_.find(key_);
+    if (kept_.empty()) return false;
+    const auto key = key_of(tensors, offsets);
+    const auto found = key ? kept_.find(*key) : kept_.end();
     if (found == kept_.end()) return false;
     const auto kept = found->second;  // another thread may drop it meanwhile
-    void* const stream = reinterpret_cast<void*>(key_.back());
+    void* const stream = reinterpret_cast<void*>(key->back());
     for (const Launch& launch : kept->launches) launch.run(stream, late);
     return true;
   }
@@ -140,14 +141,15 @@ class Repeats {
     for (const auto& tensor : made.held) made.bytes += nb::cast<std::size_t>(tensor.attr("nbytes"));
     if (made.launches.empty()) return;
     driver_ = made.launches[0].driver();
-    if (!identify(tensors, offsets)) return;
+    const auto key = key_of(tensors, offsets);
+    if (!key) return;
     std::vector<std::shared_ptr<const Kept>> dropped;  // destroyed last, as that may run Python
-    auto& place = kept_[key_];
+    auto& place = kept_[*key];
     if (place) {
       bytes_ -= place->bytes;
       dropped.push_back(place);
     } else {
-      order_.push_back(key_);
+      order_.push_back(*key);
     }
     bytes_ += made.bytes;
     place = std::make_shared<const Kept>(std::move(made));
@@ -173,13 +175,15 @@ class Repeats {
     }
   };
 
-  // Makes the call's key, whose last number is the stream. Returns false if the call must not be repeated: in
-  // the capture of a CUDA graph, in a thread without a context, and if a tensor is of another class.
-  bool identify(nb::list tensors, nb::handle offsets) {
+  // Returns the call's key, whose last number is the stream. Nothing if the call must not be repeated: in the
+  // capture of a CUDA graph, in a thread without a context, and if a tensor is of another class or negated.
+  std::optional<Key> key_of(nb::list tensors, nb::handle offsets) {
     void* const context = driver_.context();
-    key_.assign(1, reinterpret_cast<std::intptr_t>(context));
-    return context && tensors_.describe(tensors, offsets, key_) &&
-           !driver_.capturing(reinterpret_cast<void*>(key_.back()));
+    Key key{reinterpret_cast<std::intptr_t>(context)};  // not a member: Python code runs in between
+    if (!context || !tensors_.describe(tensors, offsets, key) ||
+        driver_.capturing(reinterpret_cast<void*>(key.back())))
+      return std::nullopt;
+    return key;
   }
 
   Tensors tensors_;
@@ -188,7 +192,6 @@ class Repeats {
   std::unordered_map<Key, std::shared_ptr<const Kept>, Hash> kept_;
   std::deque<Key> order_;  // oldest first
   std::size_t bytes_ = 0;
-  Key key_;  // made last
 };
 
 }  // namespace ringdp

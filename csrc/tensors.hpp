@@ -6,11 +6,10 @@
 // Note [checked once]
 //   Checking whether a tensor is lazily negated took 0.1 us of 0.8, since torch releases the GIL for it. So
 //   each tensor is checked once. A later tensor object with the same address and memory is not checked. That
-//   is safe, because torch negates only the imaginary part of a complex tensor, whose elements are not
-//   adjacent (or as_strided says so): its rows are contiguous only if they have one element each, and floats
-//   in such rows are always checked. A storage is not checked again either: if it is resized, it moves.
-//   Undetected is a storage that is freed and remade, shorter and by chance in its old place, with no call in
-//   between.
+//   is safe, because torch negates only the imaginary part of a complex tensor, of whose elements no two are
+//   adjacent (unless as_strided says so), and a tensor that is like that is always checked: one element, or
+//   rows of one. A storage is not checked again either: if it is resized, it moves. Undetected is a storage
+//   that is freed and remade, shorter and by chance in its old place, with no call in between.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -82,7 +81,7 @@ class Tensors {
     }
     auto* data = static_cast<std::byte*>(seen->data) + seen->byte_offset;
     const Plain found{data, code(*seen), seen->dimensions, elements, std::size_t(elements) * seen->bits / 8};
-    if (elements && !trusted(object, found, elements)) return std::nullopt;
+    if (elements && !trusted(object, found, maybe_imaginary(*seen))) return std::nullopt;
     return found;
   }
 
@@ -95,19 +94,19 @@ class Tensors {
     auto* data = static_cast<std::byte*>(seen->data) + seen->byte_offset;
     const auto all = rows && elements ? (rows - 1) * stride + elements : 0;
     const Plain whole{data, code(*seen), 2, all, std::size_t(all) * seen->bits / 8};
-    if (all && !trusted(object, whole, elements)) return std::nullopt;
+    if (all && !trusted(object, whole, maybe_imaginary(*seen))) return std::nullopt;
     return PlainRows{data, code(*seen), rows, elements, stride};
   }
 
   // Appends numbers that are equal if and only if all tensors' memory, layouts, dtypes, devices, `offsets`
   // (or None) and the last tensor's current stream are; that is the last number. Returns false if a tensor
-  // is of another class.
+  // is of another class, or lazily negated.
   bool describe(nb::list tensors, nb::handle offsets, std::vector<std::int64_t>& numbers) {
     DlTensor last{};
     numbers.push_back(std::int64_t(nb::len(tensors)));
     for (nb::handle tensor : tensors) {
       const auto found = viewed(tensor);
-      if (!found || !found->strides) return false;
+      if (!found || !found->strides || (maybe_imaginary(*found) && negated(tensor))) return false;
       last = *found;
       numbers.push_back(reinterpret_cast<std::intptr_t>(last.data) + std::int64_t(last.byte_offset));
       numbers.push_back(std::int64_t(last.type) << 56 | std::int64_t(last.bits) << 48 |
@@ -169,17 +168,26 @@ class Tensors {
     return -1;
   }
 
-  // Checks what DLPack does not say: the tensor is not lazily negated and lies inside its storage. `adjacent`:
-  // elements of a row. See Note [checked once].
-  bool trusted(nb::handle tensor, const Plain& seen, std::int64_t adjacent) {
+  // Returns whether it may be the imaginary part of a complex tensor: no two of its elements are adjacent.
+  static bool maybe_imaginary(const DlTensor& t) {
+    if (code(t) < 0 || code(t) > 2) return false;
+    for (int d = 0; d < t.dimensions; ++d)
+      if (t.shape[d] > 1 && (!t.strides || t.strides[d] == 1)) return false;
+    return true;
+  }
+
+  static bool negated(nb::handle tensor) { return nb::cast<bool>(tensor.attr("is_neg")()); }
+
+  // Checks what DLPack does not say: the tensor is not lazily negated and lies inside its storage. See
+  // Note [checked once].
+  bool trusted(nb::handle tensor, const Plain& seen, bool maybe_imaginary) {
     const auto hash = reinterpret_cast<std::uintptr_t>(tensor.ptr()) * 0x9e3779b97f4a7c15 >> 32;
     Checked& checked = checked_[hash & (checked_.size() - 1)];
     const bool known = checked.tensor.is(tensor) && checked.data == seen.data && seen.bytes <= checked.bytes;
-    const bool maybe_imaginary = adjacent == 1 && seen.dtype <= 2;
     if (known && !maybe_imaginary) return true;
     bool is = false;
     try {
-      is = !nb::cast<bool>(tensor.attr("is_neg")()) && (known || stored(tensor, seen));
+      is = !negated(tensor) && (known || stored(tensor, seen));
     } catch (const std::exception&) {  // it has no storage
     }
     checked = is ? Checked{tensor, seen.data, seen.bytes} : Checked{};

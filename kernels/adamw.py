@@ -33,7 +33,7 @@ from torch.autograd.graph import increment_version
 from ringdp._core import Launch
 
 from . import host
-from .address import address, check_storage
+from .address import check_storage
 from .jit import jit, sixteens
 from .precision import HALF
 from .repeats import Repeats
@@ -196,9 +196,7 @@ def adamw_kernel(
 def adamw_triton(
     param: Tensor, grad: Tensor, avg: Tensor, avg_sq: Tensor, copy: Tensor | None, k: Factors
 ) -> list[Launch | None]:
-    whole = list(map(_flat, (param, grad, avg, avg_sq, param if copy is None else copy)))
-    for x in whole:
-        address(x)  # or an error: a GPU that reads what was freed is of no more use
+    whole = map(_flat, (param, grad, avg, avg_sq, param if copy is None else copy))
     return [
         adamw_kernel.launch(
             -(-elems // BLOCK), *parts, elems, *k, COPIES=copy is not None, BLOCK=BLOCK

@@ -8,8 +8,11 @@ from torch import Tensor
 
 
 def address(x: Tensor) -> int:
-    """Return the address of a contiguous tensor. Raises ValueError if it is not all in memory."""
+    """Return the address of a tensor. Raises ValueError if its elements are not all in memory, or
+    if they are lazily negated, as the imaginary part of a conjugate is."""
     check_storage(x)
+    if x.is_neg():
+        raise ValueError(f"{x.dtype}{list(x.shape)} is lazily negated; pass its resolve_neg()")
     at = x.data_ptr()
     if x.numel() and not at:
         raise _missing(x)

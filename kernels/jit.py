@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ringdp._core import Launch
 
+from .address import address
 from .compiled import Variant, variant_of
 
 
@@ -59,7 +60,8 @@ class Kernel:
         parameters in order, with torch's dtypes. Returns a Launch that repeats it while this device
         is the current one and the tensors stay where they are; None if the device is not, if only
         Triton can launch it, and in the interpreter. Raises RuntimeError during the capture of a
-        CUDA graph, unless it is capturable.
+        CUDA graph, unless it is capturable, and ValueError as `address` does: a GPU that reads what
+        was freed is of no more use.
         """
         device = args[0].get_device()  # -1: the interpreter
         if device >= 0 and device != torch.cuda.current_device():
@@ -71,7 +73,7 @@ class Kernel:
                 f"{self.fn.__name__} was launched in the capture of a CUDA graph, which would "
                 "repeat its step, its seed or its table of addresses; call it outside the graph"
             )
-        values = tuple(x.data_ptr() if isinstance(x, Tensor) else x for x in args)
+        values = tuple(address(x) if isinstance(x, Tensor) else x for x in args)
         late = len(args) - len(self.unspecialized)
         key = (device, *map(_variant, args[:late], values), *constants.values())
         if known := self._variants.get(key):

@@ -1,4 +1,4 @@
-"""`address` refuses tensors without memory before C++ reads them."""
+"""`address` refuses tensors whose elements are not in memory before C++ or a GPU reads them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from ringdp.kernels import squared_norm
 from ringdp.kernels.adamw import adamw_triton
 from ringdp.kernels.address import address
 from ringdp.kernels.flatten import flatten_triton
+from ringdp.kernels.fold import fold_triton
 from ringdp.kernels.norm import squared_norm_triton
+from ringdp.kernels.stochastic import stochastic_round_triton
+from ringdp.kernels.unscale import unscale_triton
 from tests.kernels.test_adamw import FACTORS
 
 
@@ -36,6 +39,20 @@ def test_freed_and_shortened_storages_are_refused(left: int) -> None:
         flatten_triton([x], torch.ones(4), 1.0, [0])
     with pytest.raises(ValueError, match=message):
         adamw_triton(torch.ones(4), x, torch.ones(4), torch.ones(4), None, FACTORS)
+    with pytest.raises(ValueError, match=message):
+        fold_triton(torch.ones(2, 4), x, torch.float32)
+    with pytest.raises(ValueError, match=message):
+        unscale_triton(x, torch.ones(4), torch.zeros(1), 1.0)
+    with pytest.raises(ValueError, match=message):
+        stochastic_round_triton(x, torch.ones(4).bfloat16(), (0, 0), 0)
+
+
+def test_a_gpu_does_not_take_lazily_negated_tensors_for_what_lies_in_memory() -> None:
+    z = torch.tensor([[1 + 2j], [3 + 4j]]).conj()
+    with pytest.raises(ValueError, match="lazily negated"):
+        fold_triton(z.imag, torch.ones(1), torch.float32)
+    with pytest.raises(ValueError, match="lazily negated"):
+        flatten_triton([z[0].imag], torch.ones(1), 1.0, [0])
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")

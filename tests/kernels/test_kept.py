@@ -81,6 +81,10 @@ def test_tensors_that_cannot_be_read_are_not_repeated(launch: Launch) -> None:
     ):
         memory.keep(tensors, offsets, [launch])  # type: ignore[arg-type]
         assert not memory.again(tensors, offsets, ())  # type: ignore[arg-type]
+    z = torch.zeros(1, 2, dtype=torch.complex64)
+    memory.keep([z.imag], None, [launch])
+    assert memory.again([z.imag], None, ())
+    assert not memory.again([z.conj().imag], None, ())  # lazily negated, at the same address
 
 
 def on_stream(stream: list[int]) -> Any:
