@@ -264,7 +264,6 @@ class Reducer:
         if self._seeks_unused:
             for index in missing:
                 self._ready(index, unused=True)
-        if self._seeks_unused:
             any_came = self._ask_users(missing)()
             if not any_came and self.uneven is None:
                 if error := distributed_autograd_error():
