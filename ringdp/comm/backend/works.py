@@ -36,7 +36,7 @@ class Watcher:
 
     def watch(self, work: GroupWork, future: torch.futures.Future[Any]) -> None:
         if threading.current_thread() is self._thread:  # called by a future's callback
-            future.set_result(work.outcome() or work.result())
+            future.set_result(work.outcome())
             return
         self._given.put((work, future))
         with self._starting:
@@ -50,7 +50,7 @@ class Watcher:
     def _loop(self) -> None:
         while (given := self._given.get()) is not None:
             work, future = given
-            future.set_result(work.outcome() or work.result())
+            future.set_result(work.outcome())
             del given, work, future  # they keep tensors alive
 
 
@@ -124,13 +124,13 @@ class GroupWork(TorchWork):
     def exception(self) -> Exception | None:
         return self.all.exception()
 
-    def outcome(self) -> Exception | None:
-        """Wait, and return the error that `wait` raises, or None."""
+    def outcome(self) -> list[Any] | Exception:
+        """Wait, and return the `result()`, or the error that `wait` raises."""
         try:
             self.wait()
         except Exception as error:
             return error
-        return None
+        return self.result()
 
     def result(self) -> list[Any]:
         return list(self._results)
@@ -154,13 +154,11 @@ class GroupWork(TorchWork):
             ended: torch.futures.Future[Any] = torch.futures.Future()
             self._future = ended.then(_value_of)  # a torch future only fails if a callback raises
         if self.all.is_completed():
-            ended.set_result(self.outcome() or self.result())
+            ended.set_result(self.outcome())
         elif self._watcher is not None:
             self._watcher.watch(self, ended)
         else:
-            alone = Watcher()
-            alone.watch(self, ended)
-            alone.stop()
+            spawn(lambda: ended.set_result(self.outcome()), "ringdp-future")
         return self._future
 
 

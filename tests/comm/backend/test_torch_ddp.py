@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ringdp import Communicator, PeerLost, Work
-from ringdp.comm.backend import moves
+from ringdp.comm.backend import moves, works
 from ringdp.comm.backend.buckets import SWAPS
 from ringdp.comm.backend.works import GroupWork, Watcher, all_of
 from tests.comm.backend.jobs import world
@@ -143,7 +143,7 @@ def test_a_span_of_the_profiler_has_ended_when_its_work_was_waited_for(comm: Com
     with (
         world(comm, "ringdp"),
         mock.patch.object(moves, "span_of", return_value=span),
-        mock.patch.object(Watcher, "watch"),  # its thread is late
+        mock.patch.object(works, "spawn"),  # its thread is late
     ):
         if comm.rank == 0:
             work = dist.irecv(x, 1)
