@@ -41,7 +41,7 @@ from ringdp.parallel.reducing import Reducing
 from ringdp.parallel.stages import Stage
 from ringdp.parallel.state import State
 from ringdp.parallel.unit import FlatUnit
-from ringdp.parallel.values.inputs import called, cast_at, move_inputs
+from ringdp.parallel.values.inputs import cast_at, move_inputs
 from ringdp.parallel.values.outputs import UnitOutputs
 from ringdp.tape import recorder
 
@@ -91,9 +91,8 @@ class Engine:
 
         whole, add_hook = self._rests_whole, self.add_hook
         for module, indices in of.items():
-            self._follow(indices, UnitOutputs(module, [units[i] for i in indices], of))
-        for module in called(model):
-            move_inputs(module, self.device, add_hook)
+            self._follow(module, indices, UnitOutputs(module, [units[i] for i in indices], of))
+        move_inputs(model, self.device, add_hook)
         cast_at(model, of, precision, self.computes, add_hook)
         state_dict.guard(model, whole, lambda: whole() and self._writes, add_hook)
         state_dict.own_storages(model, units, add_hook)
@@ -119,7 +118,7 @@ class Engine:
 
     # ---- forward
 
-    def _follow(self, indices: list[int], outputs: UnitOutputs) -> None:
+    def _follow(self, module: nn.Module, indices: list[int], outputs: UnitOutputs) -> None:
         """Add the hooks of a module with these units."""
 
         def before(*_: object) -> None:
@@ -137,7 +136,6 @@ class Engine:
             if outputs.end():
                 self.gathering.leave(indices)
 
-        module = self.units[indices[0]].module
         self.add_hook(module.register_forward_pre_hook, before, prepend=True)
         self.add_hook(module.register_forward_hook, after, with_kwargs=True)
         self.add_hook(module.register_forward_hook, end, always_call=True)

@@ -31,8 +31,8 @@ def moved(given: Any, device: torch.device) -> Any:
 
 def move_inputs(model: nn.Module, device: torch.device, add_hook: AddHook) -> None:
     """Move the model's inputs to `device`, if that is a GPU."""
-    if device.type != "cpu":
-        change_inputs(model, lambda given: moved(given, device), add_hook)
+    for module in called(model) if device.type != "cpu" else ():
+        change_inputs(module, lambda given: moved(given, device), add_hook)
 
 
 def called(model: nn.Module) -> list[nn.Module]:
