@@ -144,12 +144,10 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
             comm=comm,
         )
         self.engine.always_gathers_state = True
-        narrowed: dict[str, torch.dtype] = {}
-        if precision is not None:
-            narrowed = cast_buffers(module, mixed_precision.buffer_dtype, precision)
+        dtypes = cast_buffers(module, mixed_precision.buffer_dtype, precision) if precision else {}
         for m in inner:
             m.engine = self.engine
-        save_as_unwrapped(self, narrowed)
+        save_as_unwrapped(self, dtypes)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
