@@ -55,7 +55,10 @@ def written(says: str) -> Any:
 
 
 def file_named(given: str) -> Path:
-    """Refuse the name of a directory that does not exist: as a Path it would be that of a file."""
+    """Refuse what a Path would make another name of: an empty one, as of a shell's variable that is
+    not set, would be the current folder, and that of a directory that does not exist a file's."""
+    if not given:
+        raise BadParameter("a path is empty; allowed: a file in a directory that exists")
     if given.endswith(("/", "/.")) and not os.path.isdir(given):
         raise BadParameter(f"{given} names a directory; allowed: a file in one that exists")
     return Path(given)

@@ -176,6 +176,8 @@ def unwritable(asked: str, given: str | os.PathLike[str], *, trace: bool) -> str
     """
     path, given = Path(given), os.fspath(given)
     try:
+        if not given:
+            raise ValueError("a path is empty")
         if given.endswith(("/", "/.")) and not path.is_dir():
             raise ValueError("it names a directory")  # as a Path it would be that of a file
         if path == Path("-"):

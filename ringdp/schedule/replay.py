@@ -33,7 +33,7 @@ def html(schedule: Schedule, collective: Collective, *, title: str | None = None
     if schedule.ranks * slots > MOST_SLOTS:
         raise UsageError(
             f"a replay shows at most {MOST_SLOTS} slots; {schedule.ranks} ranks of {slots} chunks "
-            f"and scratch are {schedule.ranks * slots}"
+            f"and scratch are {schedule.ranks * slots}: show it for fewer ranks or chunks"
         )
     parts = {
         "title": escape(title or f"{collective} on {schedule.ranks} ranks"),

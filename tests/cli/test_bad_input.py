@@ -31,6 +31,7 @@ REFUSED = {
     "json nowhere": (["--json", "/nowhere/out.json"], "cannot write /nowhere/out.json"),
     "json a new directory": (["--json", "/tmp/new/"], "/tmp/new/ names a directory; allowed: a"),
     "trace a new directory": (["--trace", "new/."], "'--trace': new/. names a directory; allowed"),
+    "json empty": (["--json", ""], "'--json': a path is empty; allowed: a file in"),
     "json a dash": (["--json", "-"], "cannot write -: it means standard output, not a file"),
     "json a directory": (["--json", "/tmp"], "cannot write /tmp: Is a directory"),
     "json of a long name": (["--json", "n" * 300], "nnn: File name too long; allowed: a file in"),

@@ -192,6 +192,7 @@ def test_bad_paths_are_refused_on_every_rank(comm: ringdp.Communicator, tmp_path
         lambda: ringdp.trace("a\0b").start(),
         lambda: ringdp.trace(f"{path}/").start(),
         *(lambda n=n: ringdp.trace(path.with_name("n" * n)).start() for n in (240, 300)),
+        lambda: ringdp.trace("").start(),
         lambda: ringdp.trace(path).stop(),
     ):
         with pytest.raises(ringdp.UsageError) as found:
@@ -216,6 +217,7 @@ def test_bad_paths_are_refused_on_every_rank(comm: ringdp.Communicator, tmp_path
     assert "embedded null " in messages[2]  # "byte"; from Python 3.13 on "character"
     assert all("nnn: File name too long; allowed" in message for message in messages[4:6])
     assert f"cannot write {path}/: it names a directory; allowed" in messages[3]
-    assert messages[6] == "this trace does not run; start it first"
+    assert "cannot write : a path is empty; allowed" in messages[6]
+    assert messages[7] == "this trace does not run; start it first"
     comm.barrier()  # rank 0 writes the file
     assert path.exists()
