@@ -106,7 +106,13 @@ def _build(builder: Builder, name: str, n: int) -> Schedule:
             f"from 1 to {MOST_CHUNKS} (a chunk is a part of any buffer, not a number of bytes)"
         )
     rounds = [tuple(_transfer(t, call, r) for t in ts) for r, ts in enumerate(plan.rounds)]
-    return Schedule(n, plan.chunks, tuple(rounds))
+    plan = Schedule(n, plan.chunks, tuple(rounds))
+    if plan.chunks + plan.scratch > MOST_CHUNKS:
+        raise UsageError(
+            f"{call} returned a schedule of {plan.chunks + plan.scratch} chunks, scratch included; "
+            f"allowed: at most {MOST_CHUNKS}, the highest index in a transfer plus 1"
+        )
+    return plan
 
 
 def _transfer(t: Transfer, call: str, r: int) -> Transfer:

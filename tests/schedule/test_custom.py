@@ -109,6 +109,10 @@ FUNCTIONS = {
         r"round 1 is Transfer\(src=0, .*reduce=True\); allowed: .* as \(Transfer.* \(line \d+\)",
     ),
     "tuples": (transfers((0, 1, 0, 0, True)), r"round 0 is \(\(0, 1, 0, 0, True\),\)"),
+    "bytes as scratch": (
+        lambda n: star(n).then(transfers(Transfer(0, 1, 0, 1 << 31, reduce=False))(n)),
+        "of 2147483649 chunks, scratch included; allowed: at most 1048576",
+    ),
     "half a rank": (transfers(Transfer(0.5, 1, 0, 0, reduce=True)), "of whole numbers"),
 }
 
