@@ -20,6 +20,7 @@ from torch.profiler import record_function
 from ringdp.comm.backend import futures
 from ringdp.comm.messages import Received
 from ringdp.comm.work import Group, Work
+from ringdp.errors import UsageError
 from ringdp.transport.threads import spawn
 
 UNLIMITED = timedelta(0)  # torch's default for `wait`: the group's timeout
@@ -136,10 +137,11 @@ class GroupWork(TorchWork):
         return list(self._results)
 
     def source_rank(self) -> int:
-        """Return the sender of a received message."""
-        (work,) = self.all.works
-        assert isinstance(work, Received)
-        return work.source
+        """Return the sender of a received message. Raises UsageError if this is of other calls."""
+        match self.all.works:
+            case [Received() as received]:
+                return received.source
+        raise UsageError("source_rank: not of a receive; allowed: of the work of one irecv")
 
     _source_rank = source_rank
 

@@ -152,6 +152,9 @@ def refuse_wrong_calls(comm: Communicator, report: Report) -> None:
         for op in ("band", "bor", "bxor"):
             with pytest.raises(UsageError, match=f"{op} is for integers and bool, not for .*32"):
                 dist.all_reduce(part, getattr(dist.ReduceOp, op.upper()))
+        for work in (group.barrier(), dist.all_reduce(part.clone(), async_op=True)):
+            with pytest.raises(UsageError, match="source_rank: not of a receive; allowed"):
+                work.source_rank()
         dist.gather(part, lists if comm.rank == 0 else None)
         splits = [[1] * comm.size] * 2 if comm.rank == 0 else []
         with pytest.raises(
