@@ -134,6 +134,8 @@ def add(src: int, dst: int) -> Transfer:
     ("transfers", "message"),
     [
         ([copy(-1, 1)], r"ranks are 0\.\.2"),
+        ([copy(3, 1)], r"ranks are 0\.\.2"),
+        ([copy(0, -1)], r"ranks are 0\.\.2"),
         ([copy(0, 3)], r"ranks are 0\.\.2"),
         ([copy(0, 1, -1, 0)], "chunk indices start at 0"),
         ([copy(0, 1, 0, -1)], "chunk indices start at 0"),
@@ -159,5 +161,8 @@ def test_a_wrong_final_value_is_blamed_on_the_last_write():
     assert "rank 0 chunk 0 holds 0.0+2.0, the contract asks for 0.0+1.0+2.0" in text
     assert "; round 0, transfer 2.0 +> 0.0, wrote there last" in text
     assert "2.0 +> 0.0  <-- here" in text
+    twice = Schedule(2, 1, ((add(1, 0),), (copy(1, 0),)))
+    with pytest.raises(ScheduleError, match="; round 1, transfer 1.0 -> 0.0, wrote there last"):
+        verify(twice, "all_reduce")
     with pytest.raises(ScheduleError, match="; nothing wrote there"):
         verify(Schedule(2, 1, ()), "all_reduce")

@@ -124,6 +124,25 @@ def test_fifo_depth_names_a_receive_without_its_send(missing: int, sent: int):
         fifo_depth(parts)
 
 
+def test_fifo_depth_names_a_send_without_its_receive():
+    parts = [project(schedule("all_reduce", "ring", 3), r) for r in range(3)]
+    parts[1] = parts[1].with_rows(row for row in parts[1] if row.recv_peer == NONE)
+    with pytest.raises(ScheduleError, match="rank 0 sends 2 messages to rank 1, which receives 0"):
+        fifo_depth(parts)
+
+
+@pytest.mark.parametrize("messages", range(1, 6))
+def test_fifo_depth_is_the_least(messages: int):
+    """Rank 1 takes rank 0's messages after one of rank 2, which waits for what rank 0 sends after
+    them."""
+    first = [(Transfer(0, 1, 0, c, False),) for c in range(messages)]
+    rounds = (*first, (Transfer(0, 2, 0, 0, False),), (Transfer(2, 1, 0, messages, False),))
+    parts = [project(Schedule(3, messages + 1, rounds), r) for r in range(3)]
+    rows = list(parts[1])
+    parts[1] = parts[1].with_rows([rows[-1], *rows[:-1]])
+    assert fifo_depth(parts) == messages
+
+
 def test_fifo_depth_reports_cycles():
     parts = [project(schedule("all_gather", "ring", 2), r) for r in range(2)]
     assert fifo_depth(parts) == 1
@@ -153,11 +172,25 @@ def test_fusing_removes_scratch_that_is_read_once(collective, algorithm, names):
     assert fused.scratch == 0
 
 
+def test_fusing_removes_the_first_scratch_chunk():
+    received, added = Transfer(0, 1, 0, 1, False), Transfer(1, 1, 1, 0, True)
+    fused = fuse(project(Schedule(2, 1, ((received,), (added,))), 1))
+    assert [row.name for row in fused] == ["recv_reduce_copy"]
+    assert fused.scratch == 0
+
+
 def test_a_rank_sends_before_it_receives_in_a_round():
     """Otherwise a round would be a chain in which each rank waits for the one before."""
     for rank in range(4):
         names = [row.name for row in project(schedule("reduce_scatter", "ring", 4), rank)]
         assert names == ["send", "recv_reduce_copy"] * 3
+
+
+def test_reduces_into_one_slot_keep_the_order_listed():
+    """Although rank 0's is its second message: floats added in another order have other bits."""
+    t = Transfer
+    plan = Schedule(3, 2, ((t(0, 2, 1, 1, True), t(0, 2, 0, 0, True), t(1, 2, 0, 0, True)),))
+    assert [row.recv_peer for row in project(plan, 2) if row.dst_chunk == 0] == [0, 1]
 
 
 def test_alike_lists_chunks_that_must_have_equal_lengths():
