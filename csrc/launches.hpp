@@ -179,7 +179,9 @@ class Repeats {
   // capture of a CUDA graph, in a thread without a context, and if a tensor is of another class or negated.
   std::optional<Key> key_of(nb::list tensors, nb::handle offsets) {
     void* const context = driver_.context();
-    Key key{reinterpret_cast<std::intptr_t>(context)};  // not a member: Python code runs in between
+    Key key;  // not a member: Python code runs in between
+    key.reserve(8 * (nb::len(tensors) + 1));
+    key.push_back(reinterpret_cast<std::intptr_t>(context));
     if (!context || !tensors_.describe(tensors, offsets, key) ||
         driver_.capturing(reinterpret_cast<void*>(key.back())))
       return std::nullopt;

@@ -80,10 +80,10 @@ def copy(
     `flat`. Raises ValueError as `check` and `check_scale` do, and RuntimeError in the capture of a
     CUDA graph.
     """
-    *tensors, _ = every = [*tensors, flat]  # a sequence may make its tensors when asked
+    every = [*tensors, flat]
     if abs(scale) <= ANY_SCALE and repeats.again(every, offsets, (scale,)):
         return True
-    offsets = list(map(index, offsets))
+    tensors, offsets = every[:-1], [*map(index, offsets)]  # of any class: it may make its tensors
     if not all(map(Tensor.is_contiguous, tensors)):  # repeated launches were checked at first
         return False
     check(tensors, flat, offsets, name)
