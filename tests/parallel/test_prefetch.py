@@ -14,6 +14,7 @@ from ringdp.parallel.accounting.dry_run import Event, _Unit, gathers, iteration,
 from ringdp.parallel.gathering import Gathering
 from ringdp.parallel.prefetch import ahead, forecast, position_of
 from ringdp.parallel.reducing import Reducing, _Reduction, _Turn
+from ringdp.parallel.state import State
 
 SIZES = st.lists(st.integers(1, 100), min_size=1, max_size=8)
 
@@ -117,6 +118,40 @@ def test_a_gradient_starts_a_deferred_gather_only_once_the_reduction_is_over():
     over[0] = True
     gathering.prefetch_deferred(wait=False)
     assert events == [Event("gather", 0), Event("gather", 1)]
+
+
+class Dropped(_Unit):
+    """One that can be resharded before it is used."""
+
+    static = False
+
+    def drop(self) -> None:
+        self.state = State.SHARDED
+
+
+def test_what_an_iteration_has_left_in_flight_takes_no_room_in_the_next():
+    events: list[Event] = []
+    units = [Dropped(i, 8, events, freed=i > 0) for i in range(3)]
+    gathering = Gathering(units, alone(3), None, 8, None)
+    for _ in range(2):  # a forward without a backward
+        gathering.begin(foreseen=True)
+        gathering.use(0)
+        assert events[-1] == Event("gather", 1)
+        events.clear()
+
+
+def test_what_was_deferred_at_the_end_of_an_iteration_is_not_gathered_after_it():
+    """The next one may use other units."""
+    events: list[Event] = []
+    units = [Dropped(i, 8, events, freed=i > 0) for i in range(3)]
+    busy: Any = SimpleNamespace(under_way=lambda: 8, finish=lambda: None)
+    gathering = Gathering(units, alone(3), None, 8, busy)
+    gathering.use(0)
+    gathering.end(learn=False)
+    busy.under_way = lambda: 0
+    gathering.begin(foreseen=True)
+    gathering.prefetch_deferred(wait=True)
+    assert [event for event in events if event.what == "gather"] == [Event("gather", 0)]
 
 
 def gathered_peak(sizes, groups, limit):
