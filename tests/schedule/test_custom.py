@@ -35,6 +35,9 @@ def raises(n):
 
 ends = lambda n: exit()
 number = 3
+
+def nested(n):
+    return raises(n)
 """
 
 
@@ -65,6 +68,11 @@ def test_files_do_not_inherit_future_imports(tmp_path: Path):
     path = tmp_path / "mine.py"
     path.write_text("def f(n: int): ...", encoding="utf-8")
     assert load(f"{path}:f").__annotations__ == {"n": int}
+
+
+@pytest.mark.parametrize("algorithm", ["direct", lambda n: schedule("broadcast", "direct", n)])
+def test_ranks_are_renamed_for_another_root(algorithm):
+    assert proved(algorithm, "broadcast", 3, root=2) == schedule("broadcast", "direct", 3, 2)
 
 
 def test_a_wrong_schedule_is_refused_with_the_failing_transfer(file: Path):
@@ -99,7 +107,7 @@ FUNCTIONS = {
     "the class": (lambda n: Schedule, "returned <class"),
     "other ranks": (lambda n: star(n + 1), "a schedule over 3 ranks; allowed: 2"),
     "no chunks": (lambda n: Schedule(n, 0, ()), "of 0 chunks; allowed: a whole number"),
-    "half a chunk": (lambda n: Schedule(n, 0.5, ()), "of 0.5 chunks; allowed: a whole number"),
+    "half a chunk": (lambda n: Schedule(n, 1.5, ()), "of 1.5 chunks; allowed: a whole number"),
     "bytes as chunks": (lambda n: Schedule(n, 1 << 30, ()), r"of 1073741824 chunks; .* to 1048576"),
     "no rounds": (lambda n: Schedule(n, 1, None), r"Schedule\(rounds=None\): allowed: a tuple of"),
     "rounds of one": (lambda n: Schedule(n, 1, ADDS), r"Schedule\(rounds=Transfer\(src=0, .*"),
@@ -132,9 +140,11 @@ FILES = {
     "unknown name": ("{file}:ring", "mine.py has no function 'ring'; it has star, lists"),
     "no callable": ("{file}:number", "has no function 'number'"),
     "raises": ("{file}:raises", r"mine.py:raises\(2\) raised ZeroDivisionError: .* \(line 21\)"),
+    "raises further in": ("{file}:nested", r"raised ZeroDivisionError: .* \(line 21\)"),
     "exits": ("{file}:ends", r"ends\(2\) raised SystemExit"),
     "broken": ("{dir}/broken.py:star", "broken.py raised SyntaxError: .*line 1"),
     "raises at once": ("{dir}/at_once.py:star", r"at_once.py raised ValueError: one \(line 2\)"),
+    "exits at once": ("{dir}/exits.py:star", r"exits.py raised SystemExit: 3 \(line 1\)"),
     "zero bytes": ("{dir}/zero.py:star", "zero.py raised (SyntaxError|ValueError)"),
 }
 
@@ -142,6 +152,7 @@ FILES = {
 @pytest.mark.parametrize(("where", "message"), FILES.values(), ids=FILES.keys())
 def test_unusable_files_are_refused_in_one_line(file: Path, where: str, message: str):
     (file.parent / "dir.py").mkdir()
+    (file.parent / "exits.py").write_text("raise SystemExit(3)", encoding="utf-8")
     (file.parent / "broken.py").write_text("def star(n:\n", encoding="utf-8")
     (file.parent / "at_once.py").write_text("\nraise ValueError('one\\ntwo')\n", encoding="utf-8")
     (file.parent / "zero.py").write_bytes(b"x\0y")

@@ -162,7 +162,7 @@ def test_a_wrong_final_value_is_blamed_on_the_last_write():
     assert "; round 0, transfer 2.0 +> 0.0, wrote there last" in text
     assert "2.0 +> 0.0  <-- here" in text
     twice = Schedule(2, 1, ((add(1, 0),), (copy(1, 0),)))
-    with pytest.raises(ScheduleError, match="; round 1, transfer 1.0 -> 0.0, wrote there last"):
+    with pytest.raises(ScheduleError, match=r"; round 1, transfer 1\.0 -> 0\.0, wrote there last"):
         verify(twice, "all_reduce")
     with pytest.raises(ScheduleError, match="; nothing wrote there"):
         verify(Schedule(2, 1, ()), "all_reduce")

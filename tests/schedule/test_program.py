@@ -154,6 +154,7 @@ def test_fusing_drops_stores_that_are_never_read():
     plan = schedule("reduce_scatter", "ring", 4)
     names = [row.name for row in fuse(project(plan, 0), {0})]
     assert names == ["send", "recv_reduce_send", "recv_reduce_send", "recv_reduce_copy"]
+    assert contract("reduce_scatter", 4, 4).kept(0) == [0]
     kept = [row.name for row in fuse(project(plan, 0))]
     assert kept[1] == "recv_reduce_copy_send"
 
