@@ -179,7 +179,9 @@ def test_two_threads_may_close_at_once(comm: Communicator) -> None:
 
         def close() -> None:
             other._transport.close()  # noqa: B023
-            closed.append(other._transport.record(comm.rank).pid)  # noqa: B023
+            record = other._transport.record(comm.rank)  # noqa: B023
+            assert record is not None
+            closed.append(record.pid)  # noqa: B023
 
         if comm.rank == 0:
             other.all_reduce(torch.ones(1 << 16), async_op=True)

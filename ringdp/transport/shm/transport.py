@@ -240,6 +240,8 @@ class ShmTransport(Transport):
         return None if self._forked else self._core.message(rank)
 
     def tell(self, call: Call | None) -> None:
+        if self._forked:
+            return  # it has not mapped the records
         if call is None:
             self._core.has_message()
         else:
