@@ -48,6 +48,11 @@ class Watcher:
         """End the thread once all works given to `watch` are done."""
         self._given.put(None)
 
+    def join(self) -> None:
+        """After `stop`: wait until the thread has ended, and with it all callbacks."""
+        if self._thread is not None:
+            self._thread.join()
+
     def _loop(self) -> None:
         while (given := self._given.get()) is not None:
             work, future = given

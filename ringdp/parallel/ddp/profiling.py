@@ -17,9 +17,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import profiler
+from torch.futures import Future
 
 from ringdp.comm import Communicator
-from ringdp.comm.backend.works import GroupWork
+from ringdp.comm.backend.works import GroupWork, Watcher
 
 
 def span(name: str) -> AbstractContextManager[object]:
@@ -38,11 +39,22 @@ def broadcast() -> AbstractContextManager[object]:
 
 
 def all_reduce(comm: Communicator, flat: Tensor, *, tag: int) -> Callable[[], object]:
-    """Start an all_reduce. Returns a function that waits for it."""
+    """Start an all_reduce. Returns a function that waits for it. If a profiler runs, a thread ends
+    its span when it is complete."""
     if not profiler._is_profiler_enabled:
         return comm.all_reduce(flat, async_op=True, tag=tag).wait
-    seen = profiler.record_function(f"{backend()}:all_reduce")
+    seen, watcher = profiler.record_function(f"{backend()}:all_reduce"), Watcher()
+    ended: Future[Any] = Future()
     seen.__enter__()  # type: ignore[no-untyped-call]
-    work = GroupWork([comm.all_reduce(flat, async_op=True, tag=tag)], [flat])
-    work.end_span(seen)
-    return work.wait
+    work = comm.all_reduce(flat, async_op=True, tag=tag)
+    seen._call_end_callbacks_on_future(ended)
+    watcher.watch(GroupWork([work], [flat]), ended)
+    watcher.stop()
+
+    def wait() -> None:
+        try:
+            work.wait()
+        finally:
+            watcher.join()  # a span that ends after its profiler writes to freed memory
+
+    return wait
