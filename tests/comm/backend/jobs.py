@@ -15,6 +15,8 @@ from tests.forks import CALL_TIMEOUT, store
 @contextmanager
 def world(comm: Communicator, backend: str, name: str = "world") -> Iterator[dist.ProcessGroup]:
     """`name` must differ between the groups of one job, since gloo cannot use a store twice."""
+    if dist.is_initialized():  # another test's, which ranks that are kept alive share
+        dist.destroy_process_group()
     dist.init_process_group(
         backend,
         store=dist.PrefixStore(f"{name}/{backend}", store()),
