@@ -91,6 +91,7 @@ class Job(NamedTuple):
     part: Tensor | None = None
     finish: Callable[[], None] | None = None
     op: ReduceOp = "sum"  # the user's
+    factor: float = 1  # `whole` is multiplied by it first
     elements: int | None = None  # of the collective, if the bounds cover fewer
     root: int | None = None  # of an exchange in which only one rank gathers or scatters
     received: Bounds = ()  # of an exchange with uneven parts: see `Exchange`
@@ -255,6 +256,8 @@ class Issuer:
         call = (self.issued, kind, elements, call_site())
         self._guard.check(call)
         self._transport.check(job.any_buffer)
+        if job.factor != 1:  # not before: a call that is refused changes nothing
+            job.any_buffer.mul_(job.factor)
         if isinstance(job.by, Program):
             op = op_of_rows(job.op, spec, dtype)
             differ = spec.collective in UNEVEN

@@ -62,10 +62,8 @@ class Reductions(Issuer):
         factor = factor_of("all_reduce", op, scale, tensor)
         by = self._way(spec, "all_reduce")
         out = flat_output(tensor, "all_reduce: tensor", read=True)
-        if factor != 1:
-            out.data.mul_(factor)
         bounds, finish = self._bounds(by, out.data.numel()), self._finisher(out, by, op, spec)
-        return self._issue(Job(by, bounds, out.data, None, finish, op), spec)
+        return self._issue(Job(by, bounds, out.data, None, finish, op, factor), spec)
 
     @repeated
     def reduce(
@@ -93,10 +91,8 @@ class Reductions(Issuer):
             buffer, original = flat(tensor)
             if original is None and (changes(by) or factor != 1):
                 buffer = buffer.clone()
-        if factor != 1:
-            buffer.mul_(factor)
         bounds = self._bounds(by, buffer.numel(), root)
-        return self._issue(Job(by, bounds, buffer, part, finish, op), spec)
+        return self._issue(Job(by, bounds, buffer, part, finish, op, factor), spec)
 
     @repeated
     def reduce_scatter(
@@ -155,12 +151,10 @@ class Reductions(Issuer):
         out = flat_output(output, f"{spec.name}: output")
         buffer, copied = whole.data, whole.original is not None
         if factor != 1 and not (copied or in_place):
-            buffer, copied = buffer * factor, True
-        elif factor != 1:
-            buffer.mul_(factor)
+            buffer, copied, factor = buffer * factor, True, 1
         if not isinstance(by, Program):
             buffer = without_overlap(buffer, out.data, in_place)
-            job = Job(by, bounds_of(shards), buffer, out.data, out.copy_back, op)
+            job = Job(by, bounds_of(shards), buffer, out.data, out.copy_back, op, factor)
             return self._issue(job, spec)
         buffer = buffer if copied or in_place else buffer.clone()
         divide = self._finisher(Flat(buffer[part], None), by, op, spec)
@@ -169,7 +163,8 @@ class Reductions(Issuer):
             divide()
             out.take(buffer[part])
 
-        return self._issue(Job(by, uneven_bounds(shards, by), buffer, None, finish, op), spec)
+        bounds = uneven_bounds(shards, by)
+        return self._issue(Job(by, bounds, buffer, None, finish, op, factor), spec)
 
     def _finisher(
         self, out: Flat, by: Program | Direct, op: ReduceOp, spec: CallSpec

@@ -282,6 +282,24 @@ def test_a_schedule_that_mixes_unequal_chunks_is_refused(comm: Communicator) -> 
     assert x.tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
+def all_reduce_through_chunk_1(n: int) -> Schedule:
+    """An all_reduce whose rank 0 moves chunk 0 to chunk 1 and back; chunk 1 is aside meanwhile."""
+    moves = (Transfer(0, 0, read, write, False) for read, write in ((1, 2), (0, 1), (1, 0), (2, 1)))
+    inward = tuple(Transfer(r, 0, c, c, True) for r in range(1, n) for c in (0, 1))
+    up = Schedule(n, 2, (inward,))
+    return Schedule(n, 2, tuple((move,) for move in moves)).then(up.then(up.transpose()))
+
+
+@on_ranks(2)
+def test_a_call_that_is_refused_has_not_scaled_its_tensor(comm: Communicator) -> None:
+    x = torch.ones(5)
+    with pytest.raises(UsageError, match="of 5 elements they are 3 and 2"):
+        comm.all_reduce(x, scale=0.5, algorithm=all_reduce_through_chunk_1)
+    assert x.tolist() == [1] * 5
+    comm.all_reduce(x[:4], scale=0.5, algorithm=all_reduce_through_chunk_1)
+    assert x.tolist() == [1] * 5
+
+
 @pytest.mark.parametrize("n", [16, 24])
 def test_a_program_that_would_need_deep_fifos_is_not_fused(n):
     """Fused halving needs 4 slots at n = 16 and 6 at n = 24; the plain program needs one."""
