@@ -44,7 +44,8 @@ class GradHooks:
                 self._hooked[index] = node, handle
 
     def hears(self, index: int) -> bool:
-        return get_gradient_edge(self._parameters[index]).node is self._hooked[index][0]
+        with torch._C._DisableFuncTorch():  # a transform's views have no grad_fn that leads here
+            return get_gradient_edge(self._parameters[index]).node is self._hooked[index][0]
 
     def listen_to(self, outputs: Iterable[Tensor]) -> None:
         """Add hooks to the outputs of forward, until `let_go`."""

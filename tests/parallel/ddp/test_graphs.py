@@ -120,6 +120,27 @@ def test_parameters_that_two_would_reduce_are_an_error(comm: Communicator) -> No
     assert "would reduce 0.bias, 2.weight" in error_text(lambda: shared(rows(0, comm.rank)))
 
 
+# ---- transforms of torch.func
+
+
+@on_ranks(2)
+def test_transforms_of_torch_func_call_it(comm: Communicator) -> None:
+    """As its first forward, too, in which parameters are checked."""
+
+    def found(wrap: Wrap) -> list[Tensor]:
+        net = wrap(mlp())
+
+        def value(x: Tensor) -> Tensor:
+            return loss(net(x))
+
+        x = rows(0, comm.rank)
+        seen = [torch.func.grad(value)(x), *torch.func.jvp(value, (x,), (x,))]
+        loss(torch.vmap(net)(x)).backward()
+        return seen + gradients(net) + backward(net, 1, comm.rank)
+
+    assert equal(*ours_and_torchs(found))
+
+
 # ---- recomputed as a whole
 
 
