@@ -16,16 +16,26 @@ reducing.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from torch.nn.parallel.distributed import DistributedDataParallel as _Torchs
 
 from ringdp.errors import ModelError
 from ringdp.parallel.ddp.arguments import Trainable
 from ringdp.parallel.ddp.reducer import Reducer
 
 SHOWN = 3  # names in an error
+
+
+class _Here(threading.local):
+    ddp: Any = None  # the innermost of ours whose forward this thread runs
+
+
+_here = _Here()
 
 
 def check_parameters(model: nn.Module, reducer: Reducer) -> None:
@@ -59,6 +69,27 @@ def check_autograd() -> None:
         )
 
 
+def around() -> Any:
+    """The DDP in whose forward this thread is, or None. torch's variable is of all threads."""
+    active: Any = _Torchs._active_ddp_module
+    return _here.ddp if active is None or _is_ours(active) else active
+
+
+@contextmanager
+def forward_of(ddp: Any) -> Iterator[None]:
+    """This thread runs `ddp`'s forward, which torch.compile must hear of."""
+    before, outer = _here.ddp, around()
+    _here.ddp = _Torchs._active_ddp_module = ddp
+    try:
+        yield
+    finally:
+        _here.ddp, _Torchs._active_ddp_module = before, outer
+
+
+def _is_ours(ddp: Any) -> bool:
+    return hasattr(ddp, "_trainable")
+
+
 def trains(outer: Any, trainable: Sequence[Trainable]) -> bool:
     """Whether `outer`, in whose forward another DDP is called, trains that one's parameters too.
 
@@ -66,7 +97,7 @@ def trains(outer: Any, trainable: Sequence[Trainable]) -> bool:
     `outer` is torch's.
     """
     mine = [t for t in trainable if t.parameter.requires_grad]
-    ours = hasattr(outer, "_trainable")
+    ours = _is_ours(outer)
     theirs = {t.parameter for t in outer._trainable} if ours else {*outer._module_parameters}
     both = [t.name for t in mine if t.parameter in theirs]
     if both and not (ours and len(both) == len(mine)):

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import group
 from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
-from torch.nn.parallel.distributed import DistributedDataParallel as _Torchs
 
 from ringdp.comm import Communicator, communicator_of
 from ringdp.errors import ModelError
@@ -181,23 +180,22 @@ class Replica(nn.Module, JoinableOverGroup):
     def _inside(self, args: Any, kwargs: Any) -> Iterator[Any]:
         """Around the module's call: yields its inputs, moved and cast. Collective."""
         self._before_forward()
-        outer, _Torchs._active_ddp_module = _Torchs._active_ddp_module, self  # type: ignore
         lowered: list[nn.Parameter] = []
         try:
-            with span("DistributedDataParallel.forward"):
+            with guards.forward_of(self), span("DistributedDataParallel.forward"):
                 if (lowered := self._mixed_precision.cast_down()) and torch.is_grad_enabled():
                     self.reducer.grad_hooks.listen()
                 with self._mixed_precision.inputs(args, kwargs, self._place) as given:
                     yield given
         finally:
-            _Torchs._active_ddp_module, self._reducing = outer, False
+            self._reducing = False
             if not torch.is_grad_enabled():
                 self._mixed_precision.restore_all(lowered)
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _before_forward(self) -> None:
         """Decide whether this forward's backward reduces; synchronize buffers. Collective."""
-        reducer, outer = self.reducer, _Torchs._active_ddp_module
+        reducer, outer = self.reducer, guards.around()
         if outer is not None and outer not in self._outer and guards.trains(outer, self._trainable):
             # Noted, since a recomputation in backward runs inside no forward.
             self._outer = WeakSet([*self._outer, outer])

@@ -4,6 +4,8 @@ gradients are torch's, at 2 ranks."""
 from __future__ import annotations
 
 import copy
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -118,6 +120,37 @@ def test_parameters_that_two_would_reduce_are_an_error(comm: Communicator) -> No
     assert "torch.nn.parallel.distributed.DistributedDataParallel" in text
     assert "would reduce 0.weight, 0.bias, 2.weight and 3 more: take one alone" in text
     assert "would reduce 0.bias, 2.weight" in error_text(lambda: shared(rows(0, comm.rank)))
+
+
+class Meets(nn.Sequential):
+    """Its forwards without gradients wait for each other, `barrier` at a time."""
+
+    barrier: threading.Barrier
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            self.barrier.wait()
+        out: Tensor = super().forward(x)
+        return out
+
+
+@on_ranks(2)
+def test_a_forward_in_another_thread_is_not_around_it(comm: Communicator) -> None:
+    def found(wrap: Wrap) -> list[Tensor]:
+        module = Meets(mlp())
+        net, module.barrier = wrap(module), threading.Barrier(2)
+
+        def evaluate() -> Tensor:
+            with torch.no_grad():
+                out: Tensor = net(rows(0, comm.rank))
+                return out
+
+        with ThreadPoolExecutor() as pool:
+            outputs = [f.result() for f in [pool.submit(evaluate) for _ in range(2)]]
+        assert TORCHS._get_active_ddp_module() is None
+        return outputs + backward(net, 1, comm.rank)
+
+    assert equal(*ours_and_torchs(found))
 
 
 # ---- transforms of torch.func
