@@ -106,7 +106,7 @@ def to_json(
     return {
         "model": model.name,
         "parameters": model.elements,
-        "units": len(model.parts),
+        "units": model.units,
         "ranks": setting.ranks,
         "per_node": None if setting.network.measured else options.per_node or PER_NODE,
         "precision": options.precision,

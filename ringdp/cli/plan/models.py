@@ -50,6 +50,11 @@ class Model(NamedTuple):
         return sum(elements for part in self.parts for _, elements in part.parameters)
 
     @property
+    def units(self) -> int:
+        """Their number, without a root that has no parameters."""
+        return sum(bool(part.parameters) for part in self.parts)
+
+    @property
     def widths(self) -> list[Widths]:
         return [widths_of(p.dtypes, Offload(), trainable=p.trainable) for p in self.parts]
 

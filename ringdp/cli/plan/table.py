@@ -45,7 +45,7 @@ def show(
     shares = f"; the {network.cores} cores that compute move the bytes, so nothing is hidden"
     hides = "" if network.beside(setting.ranks) else shares
     for line in (
-        f"{model.name}: {model.elements:,} parameters in {counted(len(model.parts), 'unit')}, "
+        f"{model.name}: {model.elements:,} parameters in {counted(model.units, 'unit')}, "
         f"{options.precision}",
         f"{counted(setting.ranks, 'rank')}, {setting.tokens:,} tokens each; "
         f"{setting.flops / 1e12:.4g} Tflop/s ({rate}); memory {setting.memory / 1e9:.4g} GB",

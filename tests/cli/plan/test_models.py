@@ -39,7 +39,7 @@ def test_a_number_of_parameters_is_split_into_nearly_equal_units(given, elements
     model = read(given, FLOAT32)
     sizes = [sum(e for _, e in part.parameters) for part in model.parts]
     assert sizes[0] == 0, "the root has no parameters"
-    assert len(sizes[1:]) == units
+    assert len(sizes[1:]) == model.units == units
     assert sum(sizes) == model.elements == elements
     assert max(sizes[1:]) - min(sizes[1:]) <= 1
 
