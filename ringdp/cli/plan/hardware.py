@@ -107,9 +107,9 @@ def network(
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(Gb|GB)(?:/s|ps)?", given.strip())
     if match is None or not LEAST_RATE <= float(match[1]) <= MOST_RATE:
         raise UsageError(
-            f"--network is {given!r}; allowed: bits a second as in 400Gb, bytes as in 50GB, or "
-            "with commas .json files of `ringdp bench --json`; a rate from "
-            f"{LEAST_RATE:g} to {MOST_RATE:g}"
+            f"--network is {given!r}; allowed: bits a second as in 400Gb or bytes as in 50GB, a "
+            f"number from {LEAST_RATE:g} to {MOST_RATE:g} of either; or with commas .json files of "
+            "`ringdp bench --json`"
         )
     rate = float(match[1]) * 1e9 / (8 if match[2] == "Gb" else 1)
     return Network(
