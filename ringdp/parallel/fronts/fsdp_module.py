@@ -171,6 +171,11 @@ class FSDPModule:
         finally:
             self.__class__, self.engine = kind, engine
 
+    def __reduce_ex__(self, _: Any) -> Any:
+        """Name the original class, as no pickle can name this one. Then copy.copy makes one, and
+        pickle and torch.save reach the engine, which says what to use instead."""
+        return object.__new__, (_original(self),), self.__getstate__()
+
 
 def _ask(module: Any, *, recurse: bool, **more: Any) -> None:
     """Ask for `more` of what was sharded in one call with the module, or with modules inside."""

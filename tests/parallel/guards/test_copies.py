@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 
 import pytest
@@ -44,3 +45,15 @@ def test_a_deepcopy_is_an_ordinary_model(
     again = ringdp.shard(twin, stage=stage, comm=comm)
     again.close()
     engine.close()
+
+
+@on_ranks(2)
+def test_a_module_that_fully_shard_took_names_what_to_use_when_pickled(comm: Communicator) -> None:
+    model = ringdp.fully_shard(net(), comm=comm)
+    for pickled in (pickle.dumps, lambda m: torch.save(m, io.BytesIO())):
+        with pytest.raises(UsageError, match=r"is pickled.* Use ringdp.save or ringdp.export"):
+            pickled(model)
+    twin = copy.copy(model)
+    assert type(twin) is type(net())
+    assert [*twin.parameters()] == [*model.parameters()]
+    model.engine.close()
