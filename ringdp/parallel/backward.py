@@ -77,6 +77,7 @@ class Backwards:
 
     def recompute(self, index: int) -> None:
         """The unit's forward runs again during backward (activation checkpointing)."""
+        self.settle()
         self._reduce_through(index)
         self._now = self._now or self._begin()
         self.use(index)
@@ -205,8 +206,8 @@ class Backwards:
         self.gathering.prefetch_deferred(wait=True)
         self.reducing.drop()
         for unit in self.units:
-            for p in (*unit.parameters, *unit.computed):
-                p.grad = None
+            for p in unit.computed:
+                p.grad = None  # and that of its master
         self._end(learn=False)
 
     def _end(self, *, learn: bool) -> None:
