@@ -215,7 +215,7 @@ def fuse(program: Program, live: Iterable[int] | None = None) -> Program:
 def _join_recv_send(rows: list[Row]) -> list[Row]:
     out: list[Row] = []
     for row in rows:
-        if row.recv_peer == NONE and row.send_peer != NONE:
+        if row.send_peer != NONE:
             at = _last(out, sends_to=row.send_peer, writes=row.src_chunk)
             if at is not None and out[at].recv_peer != NONE == out[at].send_peer:
                 out[at] = out[at]._replace(send_peer=row.send_peer)  # it receives row.src_chunk

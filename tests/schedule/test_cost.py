@@ -9,7 +9,18 @@ import pytest
 
 from ringdp.errors import UsageError
 from ringdp.schedule import ALGORITHMS, schedule
-from ringdp.schedule.cost import CLOSED, Machine, Price, choose, closed, fit, price, seconds
+from ringdp.schedule.cost import (
+    CLOSED,
+    LEAST_CACHE,
+    Machine,
+    Price,
+    _ends,
+    choose,
+    closed,
+    fit,
+    price,
+    seconds,
+)
 from tests.schedule.test_program import by_name
 
 
@@ -105,6 +116,11 @@ def test_fit_finds_the_sizes_of_caches(ranks):
     for p, size, _ in rows:
         for larger in (size, 100 * size):  # beyond the measured range the last line continues
             assert seconds(p, found, larger) == pytest.approx(seconds(p, CACHED, larger), rel=1e-6)
+
+
+def test_a_cache_is_measured_at_twice_its_size_before_the_next_one_ends():
+    sizes = [LEAST_CACHE / 2, *(LEAST_CACHE * x for x in (1, 1.5, 2, 3, 4, 7, 8))]
+    assert _ends(sizes) == [LEAST_CACHE * x for x in (1, 2, 4)]
 
 
 def test_noise_at_the_largest_sizes_does_not_bend_the_extrapolation():

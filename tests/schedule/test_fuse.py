@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from ringdp.errors import ScheduleError
 from ringdp.schedule import Program, Schedule, Transfer, fifo_depth, fuse, project
 from ringdp.schedule.ir import Round
+from ringdp.schedule.program import NONE, STORE
 from ringdp.transport.simulator import simulate
 
 Slot = tuple[int, int]
@@ -76,6 +77,8 @@ def test_fused_programs_equal_plain_ones_at_the_predicted_depth(plan, data):
         with pytest.raises(ScheduleError, match="stall"):
             results(fused, depth - 1)
     everything = [fuse(p) for p in plain]
+    # a transport need not add up what no row keeps
+    assert all(row.send_peer != NONE or row.flags & STORE for p in fused for row in p)
     assert results(everything, fifo_depth(everything)) == expected
     assert all(len(f.rows) <= len(p.rows) for f, p in zip(everything, plain, strict=True))
 
@@ -88,3 +91,9 @@ def test_receives_from_one_rank_keep_their_order():
     plain = [project(plan, r) for r in range(2)]
     fused = [fuse(p) for p in plain]
     assert results(fused, 2) == results(plain, 2) == [[1, 3], [1001, 3]]
+
+
+def test_a_local_copy_and_a_send_of_it_stay_two_rows():
+    """Only what a row receives is also sent by it."""
+    plan = Schedule(2, 2, ((Transfer(0, 0, 0, 1, False),), (Transfer(0, 1, 1, 0, False),)))
+    assert [row.name for row in fuse(project(plan, 0))] == ["copy", "send"]
