@@ -75,7 +75,7 @@ class Driver:
 class Dispatch:
     """Records `requested`, the number of calls of JITFunction.run, `compiled`, the keys of the
     variants to be compiled, and `launched`, a (grid, *arguments) per launch: with the constants if
-    it was Triton's."""
+    it was Triton's; `streams`, those of the driver's launches."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from triton.runtime import driver
@@ -83,9 +83,15 @@ class Dispatch:
 
         self.requested, self.compiled = 0, list[Any]()
         self.launched: list[tuple[Any, ...]] = []
+        self.streams = list[int | None]()
         self.monkeypatch = monkeypatch
         run, made_all = JITFunction.run, dict[int, Compiled]()
-        self.driver = StandIn(lambda given: made_all[given.function].launch(given))
+
+        def launch(given: Given) -> None:
+            self.streams.append(given.stream)
+            made_all[given.function].launch(given)
+
+        self.driver = StandIn(launch)
 
         def requested(function: Any, *args: Any, **options: Any) -> Any:
             self.requested += 1

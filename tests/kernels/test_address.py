@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ringdp.kernels import squared_norm
+from ringdp.kernels import adamw, flatten, squared_norm, stochastic_round, unscale
 from ringdp.kernels.adamw import adamw_triton
 from ringdp.kernels.address import address
 from ringdp.kernels.flatten import flatten_triton
@@ -27,7 +27,7 @@ def test_address_is_that_of_the_first_element() -> None:
     assert address(freed) == 0  # an empty tensor needs no memory
 
 
-@pytest.mark.parametrize("left", [0, 12])
+@pytest.mark.parametrize("left", [12, 0])
 def test_freed_and_shortened_storages_are_refused(left: int) -> None:
     x = torch.ones(4)
     x.untyped_storage().resize_(left)
@@ -35,16 +35,20 @@ def test_freed_and_shortened_storages_are_refused(left: int) -> None:
     for norm in (squared_norm, squared_norm_triton):
         with pytest.raises(ValueError, match=message):
             norm([x])
-    with pytest.raises(ValueError, match=message):
-        flatten_triton([x], torch.ones(4), 1.0, [0])
-    with pytest.raises(ValueError, match=message):
-        adamw_triton(torch.ones(4), x, torch.ones(4), torch.ones(4), None, FACTORS)
-    with pytest.raises(ValueError, match=message):
-        fold_triton(torch.ones(2, 4), x, torch.float32)
-    with pytest.raises(ValueError, match=message):
-        unscale_triton(x, torch.ones(4), torch.zeros(1), 1.0)
-    with pytest.raises(ValueError, match=message):
-        stochastic_round_triton(x, torch.ones(4).bfloat16(), (0, 0), 0)
+    y, half, found = torch.ones(4), torch.ones(4).bfloat16(), torch.zeros(1)
+    for call in (
+        lambda: flatten([x], y, offsets=[0]),
+        lambda: flatten_triton([x], y, 1.0, [0]),
+        lambda: adamw(y, x, y, y, step=1, lr=0.1, betas=(0, 0), eps=0.1, weight_decay=0),
+        lambda: adamw_triton(y, x, y, y, None, FACTORS),
+        lambda: fold_triton(torch.ones(2, 4), x, torch.float32),
+        lambda: unscale(x, y, found, scale=1.0),
+        lambda: unscale_triton(x, y, found, 1.0),
+        lambda: stochastic_round(x, half, seed=0),
+        lambda: stochastic_round_triton(x, half, (0, 0), 0),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 def test_a_gpu_does_not_take_lazily_negated_tensors_for_what_lies_in_memory() -> None:

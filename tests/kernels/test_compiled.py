@@ -53,10 +53,12 @@ def test_a_kernel_that_is_not_as_expected_is_left_to_triton(
     vars(made).update(other)
     assert variant_of(made, ("scale",)) is None
     dispatch.replace_kernel(fold_kernel, "ringdp.kernels.fold")
-    monkeypatch.setattr(jit, "variant_of", lambda *_: None)
+    asked = list[Any]()
+    monkeypatch.setattr(jit, "variant_of", lambda *given: asked.append(given))
     for times in (1, 2):
         assert fold_triton(torch.zeros(3, ELEMS), torch.zeros(ELEMS), torch.float32) == [None]
         assert dispatch.requested == len(dispatch.launched) == times
+    assert len(asked) == 1  # its code is read once
 
 
 def test_more_parameters_than_arguments_are_null_only_if_they_are_pointers() -> None:

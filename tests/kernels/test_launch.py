@@ -14,7 +14,7 @@ from ringdp.kernels.fold import BLOCK, fold_kernel, fold_triton
 from ringdp.kernels.jit import Kernel, sixteens
 from ringdp.kernels.spans import tables
 from ringdp.kernels.stochastic import keys, stochastic_round_kernel, stochastic_round_triton
-from tests.kernels.dispatch import Dispatch
+from tests.kernels.dispatch import STREAM, Dispatch
 from tests.kernels.inputs import OnSecondGpu
 
 pytest.importorskip("triton")
@@ -45,7 +45,7 @@ def test_triton_is_called_once_per_variant(dispatch: Dispatch) -> None:
 
 
 def test_a_kept_variant_is_launched_with_the_same_arguments(dispatch: Dispatch) -> None:
-    """By the driver, which gets no constants."""
+    """By the driver, which gets no constants, on the current stream."""
     dispatch.replace_kernel(fold_kernel, "ringdp.kernels.fold")
     for seed in range(3):
         parts, out = torch.full((3, ELEMS), float(seed)), torch.zeros(ELEMS)
@@ -60,6 +60,27 @@ def test_a_kept_variant_is_launched_with_the_same_arguments(dispatch: Dispatch) 
             assert (x, own, target) == (parts.data_ptr(), parts.data_ptr(), out.data_ptr())
         assert (elems, stride, one) == (ELEMS, ELEMS, 1.0)
     assert (dispatch.requested, len(dispatch.launched)) == (1, 3)
+    assert dispatch.streams == [STREAM, STREAM]
+
+
+def test_an_integer_has_the_variant_that_triton_would_compile(dispatch: Dispatch) -> None:
+    """By whether it is 1, whether 16 divides it, and its type."""
+    kernel = dispatch.replace_kernel(fold_kernel, "ringdp.kernels.fold")
+    x, constants = torch.zeros(16), {"RANKS": 1, "AT": 1, "WIDE": torch.float32, "BLOCK": BLOCK}
+    for elems, new in (
+        (16, 1),
+        (32, 0),
+        (17, 1),
+        (33, 0),
+        (1, 1),
+        (1 << 31, 1),
+        ((1 << 31) + 1, 1),
+        (1 << 63, 1),
+        ((1 << 63) + 1, 1),
+    ):
+        compiled = len(dispatch.compiled)
+        kernel.launch(1, x, x, x, elems, 16, 1.0, **constants)
+        assert len(dispatch.compiled) - compiled == new
 
 
 def test_other_seeds_and_offsets_need_no_compilation(dispatch: Dispatch) -> None:
@@ -98,6 +119,19 @@ def test_a_kernel_is_launched_on_its_tensors_device(monkeypatch: pytest.MonkeyPa
     kernel.launch(5, there)
     assert current == [0]
     assert ran == [(there, 1)]
+
+
+def test_another_device_has_variants_of_its_own(
+    dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver's handle of one is valid there only."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    dispatch.replace_kernel(fold_kernel, "ringdp.kernels.fold")
+    parts, out = torch.zeros(3, ELEMS), torch.zeros(ELEMS)
+    there = parts.as_subclass(OnSecondGpu), out.as_subclass(OnSecondGpu)
+    for requested, given in ((1, (parts, out)), (2, there), (2, there), (2, (parts, out))):
+        fold_triton(*given, torch.float32)
+        assert dispatch.requested == requested
 
 
 def test_kernels_that_a_graph_must_not_repeat_are_refused_in_a_capture(

@@ -28,8 +28,7 @@ from ringdp.kernels.norm import PROGRAMS, THREADS, squared_norm_kernel
 from ringdp.kernels.precision import wide_dtype
 from ringdp.kernels.stochastic import BLOCK as STOCHASTIC_BLOCK
 from ringdp.kernels.stochastic import FIRST, NAN, SECOND, stochastic_round_kernel
-from ringdp.kernels.unscale import BLOCK as UNSCALE_BLOCK
-from ringdp.kernels.unscale import unscale_kernel
+from ringdp.kernels.unscale import unscale_kernel, unscale_triton
 
 triton = pytest.importorskip("triton")
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -216,7 +215,13 @@ def test_squared_norm(source: torch.dtype, arch: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arch", "source", "target"), each_arch_and_row((F32, F32), (BF16, F32), (BF16, BF16))
 )
-def test_unscale(source: torch.dtype, target: torch.dtype, arch: int, tmp_path: Path) -> None:
+def test_unscale(
+    source: torch.dtype,
+    target: torch.dtype,
+    arch: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     arguments = {
         "x": f"*{SHORT[source]}",
         "out": f"*{SHORT[target]}",
@@ -224,11 +229,14 @@ def test_unscale(source: torch.dtype, target: torch.dtype, arch: int, tmp_path: 
         "elems": "i32",
         "scale": "fp64",
     }
-    constants = {"WIDE": wide_dtype(source, target), "BLOCK": UNSCALE_BLOCK}
-    constants["LANES"] = 16 // min(source.itemsize, target.itemsize)
+    constants: dict[str, Any] = {}
+    monkeypatch.setattr(unscale_kernel, "launch", lambda *_, **given: constants.update(given))
+    x, out = (torch.zeros(16, dtype=dtype) for dtype in (source, target))
+    unscale_triton(x, out, torch.zeros(1), 1.0)
     code = compiled(unscale_kernel, arch, tmp_path, arguments, constants)
     assert width(code, "LDG") == {128}
     assert width(code, "STG") == {32, 128}  # 32: the flag
+    assert code.accesses["STG.E"] == count_128(code, "LDG")  # it is set once for what is read
     assert not spills(code)
     assert ".ftz" not in code.ptx
     # Threads do not wait for one another, unless `out` is distributed to them differently from `x`.

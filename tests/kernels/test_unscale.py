@@ -98,6 +98,7 @@ def test_an_overflow_of_the_cast_sets_the_flag() -> None:
     ("x", "out", "found", "scale", "message"),
     [
         (torch.ones(4), torch.ones(3), torch.zeros(1), 1.0, "contiguous and"),
+        (torch.ones(2, 2), torch.ones(2, 2), torch.zeros(1), 1.0, "contiguous and"),
         (torch.ones(8)[::2], torch.ones(4), torch.zeros(1), 1.0, "strides"),
         (torch.ones(4), torch.ones(4), torch.zeros(2), 1.0, "found must be"),
         (torch.ones(4), torch.ones(4), torch.zeros(1).int(), 1.0, "found must be"),
