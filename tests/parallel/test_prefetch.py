@@ -140,6 +140,21 @@ def test_what_an_iteration_has_left_in_flight_takes_no_room_in_the_next():
         events.clear()
 
 
+def test_an_iteration_that_leaves_the_order_of_the_last_one_is_not_foreseen():
+    events: list[Event] = []
+    units = [Dropped(i, 8, events, freed=i > 0) for i in range(4)]
+    gathering = Gathering(units, alone(4), None, 8, None)
+    for unit in (0, 1, 3):
+        gathering.use(unit)
+    gathering.end(learn=True)
+    for uses, foreseen in (((0, 1), True), ((0, 2, 1), False)):
+        gathering.begin(foreseen=True)
+        for unit in uses:
+            gathering.use(unit)
+        assert (units[3].state is not State.SHARDED) == foreseen
+        gathering.end(learn=False)
+
+
 def test_what_was_deferred_at_the_end_of_an_iteration_is_not_gathered_after_it():
     """The next one may use other units."""
     events: list[Event] = []
