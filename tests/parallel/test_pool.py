@@ -50,6 +50,7 @@ def test_views_see_no_memory_before_it_is_shown() -> None:
     pool = Pool()
     tensor = fill(pool)
     coming = beside(tensor)
+    assert coming.untyped_storage().nbytes() == 0
     for value in range(2):  # with memory that is reused, and with new one
         pool.empty(tensor.untyped_storage())
         pool.fill(coming.untyped_storage(), BYTES)
@@ -66,8 +67,24 @@ def test_memory_of_another_size_is_freed_before_more_is_allocated() -> None:
     pool = Pool()
     pool.empty(fill(pool).untyped_storage())
     assert [s.nbytes() for s in pool._kept] == [BYTES]
-    fill(pool, BYTES // 2)
+    assert fill(pool, BYTES // 2).untyped_storage().nbytes() == BYTES // 2
     assert pool._kept == []
+
+
+@pytest.mark.parametrize(("device", "swaps"), [("cpu", False), ("meta", True)])
+def test_storages_that_swap_no_memory_are_filled_in_place(
+    monkeypatch: pytest.MonkeyPatch, device: str, swaps: bool
+) -> None:
+    """Those of an older torch, and those on a device, whose allocator reuses memory."""
+    monkeypatch.setattr("ringdp.parallel.pool._SWAPS", swaps)
+    monkeypatch.setattr("ringdp.parallel.pool._swap", None)
+    pool, tensor = Pool(), torch.empty(BYTES, dtype=torch.uint8, device=device)
+    coming = beside(tensor)
+    pool.empty(tensor.untyped_storage())
+    assert tensor.untyped_storage().nbytes() == 0
+    pool.fill(coming.untyped_storage(), BYTES)
+    show(coming, tensor)
+    assert tensor.untyped_storage().nbytes() == BYTES
 
 
 class HidesLoss(nn.Module):
