@@ -149,23 +149,29 @@ class Moves(Calls):
         to, source = movable(output), movable(input)
         begin: Begin = partial(self._comm.all_to_all, to, source)
         if output_split_sizes or input_split_sizes:
-            received = self._cut(output, output_split_sizes)
-            sent = self._cut(input, input_split_sizes)
+            received = self._cut("output", output, output_split_sizes)
+            sent = self._cut("input", input, input_split_sizes)
             begin = partial(self._comm.all_to_all_v, to, source, received, sent)
         return self._call("all_to_all", options, [output], [begin])
 
     alltoall_base = all_to_all_single
 
-    def _cut(self, tensor: Tensor, splits: Sequence[int]) -> list[int]:
+    def _cut(self, what: str, tensor: Tensor, splits: Sequence[int]) -> list[int]:
         """Return the elements of each part. `splits` are in rows; if empty, parts are equal."""
-        rows = tensor.shape[0] if tensor.dim() else 1
-        if not splits and rows % self._comm.size:
+        ranks, rows = self._comm.size, tensor.shape[0] if tensor.dim() else 1
+        if not splits and rows % ranks:
             raise UsageError(
-                f"all_to_all_single: a tensor of shape {tuple(tensor.shape)} without split sizes; "
-                f"its first dimension must be a multiple of {self._comm.size} (ranks)"
+                f"all_to_all_single: {what} of shape {tuple(tensor.shape)} without split sizes; "
+                f"its first dimension must be a multiple of {ranks} (ranks)"
+            )
+        splits = splits or [rows // ranks] * ranks
+        if len(splits) != ranks or min(splits) < 0 or sum(splits) != rows:
+            raise UsageError(
+                f"all_to_all_single: {what}_split_sizes is {list(splits)}; allowed: the rows of "
+                f"{what} for each of {ranks} ranks, 0 or more, {rows} in all"
             )
         row = tensor.numel() // rows if rows else 0
-        return [n * row for n in splits or [rows // self._comm.size] * self._comm.size]
+        return [n * row for n in splits]
 
     def alltoall(
         self,

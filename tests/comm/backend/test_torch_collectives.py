@@ -155,6 +155,16 @@ def refuse_wrong_calls(comm: Communicator, report: Report) -> None:
         for work in (group.barrier(), dist.all_reduce(part.clone(), async_op=True)):
             with pytest.raises(UsageError, match="source_rank: not of a receive; allowed"):
                 work.source_rank()
+        six = torch.zeros(3, 2)
+        for splits in ([[9, 9], [1, 2]], [[4, -1], []], [[3], [1, 2]], [[1, 1], [1, 2]]):
+            with pytest.raises(UsageError, match=r"single: output_split_sizes .* of 2 .*, 3 in al"):
+                dist.all_to_all_single(six, six, *splits)
+        with pytest.raises(UsageError, match=r"input_split_sizes is \[3, 3\]; .* rows of input "):
+            dist.all_to_all_single(six, six, [1, 2], [3, 3])
+        with pytest.raises(
+            UsageError, match=r"single: input of shape \(3, 2\) without split sizes"
+        ):
+            dist.all_to_all_single(six, six, [1, 2])
         dist.gather(part, lists if comm.rank == 0 else None)
         splits = [[1] * comm.size] * 2 if comm.rank == 0 else []
         with pytest.raises(
