@@ -134,6 +134,12 @@ def parts_of(parts: Sequence[Any], other: Tensors, what: str) -> Any:
     return parts if isinstance(other, Tensor) else single(parts, what)
 
 
+def check_count(entries: Sequence[Any], ranks: int, what: str) -> None:
+    """Raises UsageError unless there is one entry per rank."""
+    if len(entries) != ranks:
+        raise UsageError(f"{what} has {len(entries)} entries; allowed: {ranks}, one for each rank")
+
+
 def check_parts(tensors: Sequence[Tensor], like: Tensor, ranks: int, what: str) -> None:
     """Raises UsageError unless there is one tensor per rank, each with the elements of `like`."""
     if sizes(tensors) != [like.numel()] * ranks:
@@ -155,8 +161,6 @@ def sizes(tensors: Sequence[Tensor]) -> list[int]:
 
 def adjacent(tensors: Sequence[Tensor]) -> Tensor | None:
     """Return a flat view of all the tensors if they are adjacent in memory, else None."""
-    if not tensors:
-        raise UsageError("a list of tensors is empty; allowed: one tensor for each rank")
     if len(dtypes := {str(tensor.dtype) for tensor in tensors}) > 1:
         raise UsageError(f"a list has tensors of {' and '.join(dtypes)}; allowed: one dtype")
     first, at = tensors[0], tensors[0].storage_offset()

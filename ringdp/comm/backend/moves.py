@@ -18,6 +18,7 @@ from ringdp.comm.backend.calls import (
     Calls,
     Tensors,
     Timeout,
+    check_count,
     check_parts,
     joined,
     movable,
@@ -53,6 +54,7 @@ class Moves(Calls):
         options = options_of(c10d.AllgatherOptions, opts, timeout=timeout)
         part = movable(single(input_tensors, "allgather: input_tensors"))
         parts = parts_of(output_tensors, input_tensors, "allgather: output_tensors")
+        check_count(parts, self._comm.size, "allgather: output_tensors")
         moved = [movable(t) for t in parts]
         whole, finish = output_buffer(moved)
         begin = partial(self._comm.all_gather_v, whole, part, sizes(moved))
@@ -66,6 +68,7 @@ class Moves(Calls):
     ) -> GroupWork:
         """`output_lists`: one list per rank, with tensors for that rank's `input_list`."""
         options = options_of(c10d.AllgatherOptions, opts)
+        check_count(output_lists, self._comm.size, "allgather_coalesced: output_lists")
         begins, finishes = [], []
         for part, *parts in zip(input_list, *output_lists, strict=True):
             whole, finish = output_buffer([movable(t) for t in parts])
@@ -182,6 +185,8 @@ class Moves(Calls):
     ) -> GroupWork:
         """The parts may differ in size."""
         options = options_of(c10d.AllToAllOptions, opts, timeout=timeout)
+        check_count(output_tensors, self._comm.size, "alltoall: output_tensors")
+        check_count(input_tensors, self._comm.size, "alltoall: input_tensors")
         outputs, inputs = [[movable(t) for t in ts] for ts in (output_tensors, input_tensors)]
         whole, finish = output_buffer(outputs)
         received, sent = sizes(outputs), sizes(inputs)

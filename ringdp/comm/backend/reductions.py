@@ -19,6 +19,7 @@ from ringdp.comm.backend.calls import (
     Calls,
     Tensors,
     Timeout,
+    check_count,
     joined,
     options_of,
     parts_of,
@@ -119,6 +120,7 @@ class Reductions(Calls):
         """The parts may differ in size."""
         output = single(output_tensors, "reduce_scatter: output_tensors")
         parts = parts_of(input_tensors, output_tensors, "reduce_scatter: input_tensors")
+        check_count(parts, self._comm.size, "reduce_scatter: input_tensors")
         options = options_of(c10d.ReduceScatterOptions, opts, reduceOp=op, timeout=timeout)
         by, scale, finishes = self._reduction_of(options, [output])
         comm, whole = self._comm, joined(parts)

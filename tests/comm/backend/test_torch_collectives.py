@@ -140,13 +140,17 @@ def refuse_wrong_calls(comm: Communicator, report: Report) -> None:
                     dist.gather(part, wrong)
                 with pytest.raises(UsageError, match=r"scatter: input_tensors .*: 2, .* of 2, as"):
                     dist.scatter(part, wrong)
-        for call in (
-            lambda: dist.all_gather([], part),
-            lambda: dist.reduce_scatter(part, []),
-            lambda: dist.all_to_all([], []),
-        ):
-            with pytest.raises(UsageError, match="list of tensors is empty; allowed: one tensor f"):
-                call()
+        for k in (0, 1, 3):
+            few = [part.clone() for _ in range(k)]
+            for call in (
+                lambda few=few: dist.all_gather(few, part),
+                lambda few=few: dist.all_gather_coalesced([few] * len(few), few[:1]),
+                lambda few=few: dist.reduce_scatter(part, few),
+                lambda few=few: dist.all_to_all(few, lists),
+                lambda few=few: dist.all_to_all(lists, few),
+            ):
+                with pytest.raises(UsageError, match=f"has {k} entries; allowed: 2, one for eac"):
+                    call()
         with pytest.raises(UsageError, match=r"of torch.\w+ and torch.\w+; allowed: one dtype"):
             group.allgather([[part, part.int()]], [part])
         for op in ("band", "bor", "bxor"):
