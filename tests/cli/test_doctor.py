@@ -297,12 +297,22 @@ def test_an_unreachable_store_is_reported_in_one_line(monkeypatch, capsys, silen
         (["--pid", "4194305"], "there is no process 4194305"),  # above the largest pid
         (["--pid", "-3"], "there is no process -3"),
         (["--pid", str(os.getppid())], "holds no communicator of ringdp open"),
-        (["--job", "4194305"], "4194305 is neither a process nor the --rdzv-id"),
-        (["--job", "²"], "² is neither a process nor the --rdzv-id"),
-        (["--job", "9" * 5000], "99 is neither a process nor the --rdzv-id"),
+        (["--job", "4194305"], "'4194305' is neither a process nor the --rdzv-id"),
+        (["--job", "²"], "'²' is neither a process nor the --rdzv-id"),
+        (["--job", ""], "'' is neither a process nor the --rdzv-id"),
+        (["--job", "9" * 5000], "99' is neither a process nor the --rdzv-id"),
         (["--json", "--pid", "1"], "takes one of"),
     ],
-    ids=["no process", "no number of one", "no rank", "no job", "no number", "long", "too much"],
+    ids=[
+        "no process",
+        "no number of one",
+        "no rank",
+        "no job",
+        "no number",
+        "empty",
+        "long",
+        "too much",
+    ],
 )
 def test_bad_arguments_are_refused_in_one_line(refused, arguments, message):
     refused("doctor", *arguments, message=message)

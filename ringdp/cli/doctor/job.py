@@ -48,7 +48,7 @@ def show_job(job: str, console: Console) -> int:
     pids = pids or _of_run(job)
     if not pids:
         raise UsageError(
-            f"--job: {job} is neither a process nor the --rdzv-id of a torchrun that runs here"
+            f"--job: {job!r} is neither a process nor the --rdzv-id of a torchrun that runs here"
         )
     found = _communicators(pids)
     if not found:

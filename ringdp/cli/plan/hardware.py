@@ -92,6 +92,14 @@ def network(
         return from_files(given)
     has, node = DEVICES[device], PER_NODE if per_node is None else per_node
     alpha, gamma = ASSUMED_ALPHA if alpha is None else alpha, 3 / has.bandwidth
+    speed = BETWEEN_NODES if given is None else given.strip()
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(Gb|GB)(?:/s|ps)?", speed)
+    if match is None or not LEAST_RATE <= float(match[1]) <= MOST_RATE:
+        raise UsageError(
+            f"--network is {given!r}; allowed: bits a second as in 400Gb or bytes as in 50GB, a "
+            f"number from {LEAST_RATE:g} to {MOST_RATE:g} of either; or with commas .json files of "
+            "`ringdp bench --json`"
+        )
     if ranks <= node:
         if given is not None:
             raise UsageError(
@@ -102,14 +110,6 @@ def network(
     if ranks % node:
         raise UsageError(
             f"--ranks is {ranks}; allowed: a multiple of --per-node, which is {node}, or fewer"
-        )
-    given = BETWEEN_NODES if given is None else given
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(Gb|GB)(?:/s|ps)?", given.strip())
-    if match is None or not LEAST_RATE <= float(match[1]) <= MOST_RATE:
-        raise UsageError(
-            f"--network is {given!r}; allowed: bits a second as in 400Gb or bytes as in 50GB, a "
-            f"number from {LEAST_RATE:g} to {MOST_RATE:g} of either; or with commas .json files of "
-            "`ringdp bench --json`"
         )
     rate = float(match[1]) * 1e9 / (8 if match[2] == "Gb" else 1)
     return Network(

@@ -217,6 +217,10 @@ REFUSED = {
     "flops": (["--model", "gpt2", "--flops", "nan"], "--flops is nan; allowed"),
     "few flops": (["--model", "gpt2", "--flops", "1e-300"], "--flops is 1e-300; allowed: 1 to"),
     "slow": (["--model", "gpt2", "--alpha", "1e308"], "--alpha is 1e+308; allowed: 0 to 60 s"),
+    "no rate within a node": (
+        ["--model", "gpt2", "--ranks", "8", "--network", "wet"],
+        "--network is 'wet'; allowed: bits a second",
+    ),
     "fast": (["--model", "gpt2", "--network", f"{'9' * 400}Gb"], "as in 50GB, a number from 1e-06"),
     "memory": (["--model", "gpt2", "--memory", "big"], "--memory is 'big'; allowed"),
     "memory of no unit": (
