@@ -21,7 +21,7 @@ from ringdp.comm.backend.reductions import Reductions
 from ringdp.comm.backend.works import GroupWork, Watcher, all_of
 from ringdp.comm.communicator import Communicator
 from ringdp.comm.rendezvous import places_of, through
-from ringdp.errors import CommunicationError
+from ringdp.errors import CommunicationError, UsageError
 
 NAME = "ringdp"
 log = logging.getLogger("ringdp")
@@ -38,6 +38,8 @@ class GroupOptions:
 def create(given: Any, _: object) -> Group:
     """Create a group; see `Backend.register_backend`. given: torch's _DistributedBackendOptions."""
     rank, ranks = given.group_rank, given.group_size
+    if not 0 <= rank < ranks:
+        raise UsageError(f"rank is {rank}; world_size is {ranks}: ranks are 0..{ranks - 1}")
     limit = given.timeout.total_seconds()
     world, places = group.WORLD, None
     if isinstance(world, Group):  # else this is the first group, or torch's default one is gloo's

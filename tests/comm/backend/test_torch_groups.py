@@ -16,7 +16,7 @@ import torch.multiprocessing as processes
 from torch.distributed.device_mesh import init_device_mesh
 
 import ringdp
-from ringdp import CollectiveMismatch, CollectiveTimeout, Communicator, PeerLost, Work
+from ringdp import CollectiveMismatch, CollectiveTimeout, Communicator, PeerLost, UsageError, Work
 from ringdp.comm import rendezvous
 from ringdp.comm.backend.works import GroupWork
 from tests.comm.backend.jobs import world
@@ -218,6 +218,19 @@ def test_a_late_rank_is_named_after_the_timeout(comm: Communicator) -> None:
             talk.set(f"late {name}", "")
         talk.wait([f"late {name}"])
         dist.distributed_c10d._abort_process_group()
+
+
+@pytest.mark.parametrize("rank", [2, 5])
+def test_a_rank_outside_the_world_is_refused_at_once(rank: int):
+    with pytest.raises(UsageError, match=rf"rank is {rank}; world_size is 2: ranks are 0\.\.1"):
+        dist.init_process_group(
+            "ringdp",
+            store=dist.HashStore(),
+            rank=rank,
+            world_size=2,
+            timeout=timedelta(seconds=CALL_TIMEOUT),
+        )
+    assert not dist.is_initialized()
 
 
 @on_ranks(2, pool="forked")
