@@ -81,9 +81,10 @@ class GroupWork(TorchWork):
         self._future: torch._C.Future[Any] | None = None
         self.is_read_in_cpp = False  # see `futures`
 
-    def wait(self, timeout: timedelta = UNLIMITED) -> bool:
-        """Block until the results are there. Raises the communicator's CommunicationErrors."""
-        seconds = timeout.total_seconds()
+    def wait(self, timeout: timedelta | float = UNLIMITED) -> bool:
+        """Block until the results are there, for `timeout` (a number: in seconds, as in torch's C++
+        works). Raises the communicator's CommunicationErrors."""
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         try:
             self.all.wait(seconds if seconds > 0 else self._limit)
             self._run_once(self._finishes)

@@ -134,6 +134,7 @@ def test_futures_and_coalescing_work(comm: Communicator) -> None:
         assert work.is_success()
         assert work.exception() is None
         assert doubled.wait().item() == 6
+        assert dist.barrier(async_op=True).wait(CALL_TIMEOUT)
         if comm.rank == 0:
             got = torch.empty(1)
             future = dist.irecv(got, 1).get_future()
@@ -207,6 +208,7 @@ def test_a_late_rank_is_named_after_the_timeout(comm: Communicator) -> None:
     calls = {
         "monitored_barrier": lambda: dist.group.WORLD.monitored_barrier(short),
         "all_reduce": lambda: dist.all_reduce(torch.ones(3), async_op=True).wait(short),
+        "seconds": lambda: dist.all_reduce(torch.ones(3), async_op=True).wait(0.03),
     }
     if "timeout" in signature(dist.barrier).parameters:
         calls["barrier"] = lambda: dist.barrier(timeout=short)
