@@ -185,10 +185,16 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, JoinableOverGroup):
         return super().state_dict() | {"state": self._consolidated}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load state of whole parameters, the same on every rank; each keeps its slices."""
+        """Load state of whole parameters, the same on every rank; each keeps its slices. Calls the
+        hooks that were registered for it, as torch's does."""
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            if (changed := before(self, state_dict)) is not None:
+                state_dict = changed
         self.optim.load_state_dict(state_dict)
         optim_state.keep_slices(self.optim, self._units)
         _copy_options(self.optim.param_groups, self.param_groups)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
 
 def _check_dense(what: str, t: Tensor) -> None:

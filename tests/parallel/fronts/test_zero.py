@@ -73,6 +73,24 @@ def test_states_are_saved_and_loaded_as_torchs(comm: Communicator, kind: Any) ->
         assert equal(weights, exact)
 
 
+@on_ranks(2)
+def test_hooks_of_a_load_are_called_as_torchs(comm: Communicator) -> None:
+    """One before it may give other state, which is loaded; one after it sees what was."""
+    for kind in (fronts.ZeroRedundancyOptimizer, torchs.ZeroRedundancyOptimizer):
+        gloo()
+        state = torch.optim.SGD(net().parameters(), lr=0.25).state_dict()
+        optimizer: Any = kind(net().parameters(), torch.optim.SGD, lr=0.1)
+        seen: list[Any] = []
+        optimizer.register_load_state_dict_pre_hook(lambda _, given, seen=seen: seen.append(given))
+        optimizer.register_load_state_dict_pre_hook(lambda _, given, state=state: state)
+        optimizer.register_load_state_dict_post_hook(
+            lambda one, seen=seen: seen.append(one.param_groups[0]["lr"])
+        )
+        other = torch.optim.SGD(net().parameters(), lr=0.5).state_dict()
+        optimizer.load_state_dict(other)
+        assert seen == [other, 0.25]
+
+
 class CountingOptimizer(torch.optim.Optimizer):
     """Steps by lr divided by the number of the step, which it keeps in the group, as schedule-free
     optimizers do."""
