@@ -40,7 +40,7 @@ def broadcast() -> AbstractContextManager[object]:
 
 def all_reduce(comm: Communicator, flat: Tensor, *, tag: int) -> Callable[[], object]:
     """Start an all_reduce. Returns a function that waits for it. If a profiler runs, a thread ends
-    its span when it is complete."""
+    its span when it is complete: torch calls a span asynchronous only if another thread ends it."""
     if not profiler._is_profiler_enabled:
         return comm.all_reduce(flat, async_op=True, tag=tag).wait
     seen, watcher = profiler.record_function(f"{backend()}:all_reduce"), Watcher()
