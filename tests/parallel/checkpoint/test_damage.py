@@ -17,6 +17,7 @@ import ringdp
 from ringdp import CheckpointError, Communicator, UsageError
 from ringdp.parallel.checkpoint.index import read_index
 from ringdp.parallel.checkpoint.tensorfile import TensorFile, write
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
@@ -301,6 +302,23 @@ def test_failing_saves_leave_no_files_and_remove_none_of_the_users(ranks, tmp_pa
     ranks(2)(save_fails, str(tmp_path))
     assert all(file.exists() for file in own)
     assert not stale.exists()
+
+
+@on_ranks(1)
+def test_an_export_replaces_a_file_and_nothing_else(comm: Communicator, tmp_path: Path) -> None:
+    """As root, a rename would replace even /dev/null. Of a link it replaces the file."""
+    pipe, file, link = (tmp_path / name for name in ("pipe", "file", "link"))
+    os.mkfifo(pipe)
+    link.symlink_to(file)
+    engine = ringdp.shard(net(), stage=0, comm=comm)
+    for path in (pipe, tmp_path):
+        with pytest.raises(CheckpointError, match=f"{path} exists, and is no file"):
+            ringdp.export(path, engine)
+    assert pipe.is_fifo()
+    ringdp.export(link, engine)
+    assert link.is_symlink()
+    assert file.stat().st_size
+    engine.close()
 
 
 def save_to_different_paths(comm: Communicator, path: Path) -> None:
