@@ -6,6 +6,7 @@ They change what was asked for of the modules of one call, or when these are gat
 from __future__ import annotations
 
 import copy
+import copyreg
 import math
 import sys
 from collections.abc import Sequence
@@ -171,10 +172,18 @@ class FSDPModule:
         finally:
             self.__class__, self.engine = kind, engine
 
-    def __reduce_ex__(self, _: Any) -> Any:
-        """Name the original class, as no pickle can name this one. Then copy.copy makes one, and
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As the original class, as no pickle can name this one. Then copy.copy makes one, and
         pickle and torch.save reach the engine, which says what to use instead."""
-        return object.__new__, (_original(self),), self.__getstate__()
+        kind, original = type(self), _original(self)
+        self.__class__ = original
+        try:
+            made = self.__reduce_ex__(protocol)
+        finally:
+            self.__class__ = kind
+        if made[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
+            return original.__new__, *made[1:]  # from the other, pickle takes this class alone
+        return made
 
 
 def _ask(module: Any, *, recurse: bool, **more: Any) -> None:

@@ -57,3 +57,19 @@ def test_a_module_that_fully_shard_took_names_what_to_use_when_pickled(comm: Com
     assert type(twin) is type(net())
     assert [*twin.parameters()] == [*model.parameters()]
     model.engine.close()
+
+
+class Rebuilt(torch.nn.Linear):
+    def __reduce__(self) -> tuple[type[Rebuilt], tuple[int, int]]:
+        return Rebuilt, (self.in_features, self.out_features)
+
+
+@on_ranks(2)
+def test_a_module_that_says_how_it_is_pickled_is_pickled_so(comm: Communicator) -> None:
+    model = ringdp.fully_shard(Rebuilt(3, 2), comm=comm)
+    kind = type(model)
+    twin = pickle.loads(pickle.dumps(model))
+    assert type(twin) is Rebuilt
+    assert twin.weight.shape == (2, 3)
+    assert type(model) is kind
+    model.engine.close()
