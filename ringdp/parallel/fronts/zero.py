@@ -187,6 +187,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, JoinableOverGroup):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load state of whole parameters, the same on every rank; each keeps its slices. Calls the
         hooks that were registered for it, as torch's does."""
+        state_dict = state_dict.copy()  # the hooks may take from it
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             if (changed := before(self, state_dict)) is not None:
                 state_dict = changed

@@ -89,6 +89,11 @@ def test_hooks_of_a_load_are_called_as_torchs(comm: Communicator) -> None:
         other = torch.optim.SGD(net().parameters(), lr=0.5).state_dict()
         optimizer.load_state_dict(other)
         assert seen == [other, 0.25]
+        optimizer.register_load_state_dict_pre_hook(
+            lambda _, given: given.pop("more") and None, prepend=True
+        )
+        optimizer.load_state_dict(more := other | {"more": 1})
+        assert "more" in more
 
 
 class CountingOptimizer(torch.optim.Optimizer):
