@@ -173,17 +173,13 @@ class FSDPModule:
             self.__class__, self.engine = kind, engine
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As the original class, as no pickle can name this one. Then copy.copy makes one, and
+        """Name the original class, as no pickle can name this one. Then copy.copy makes one, and
         pickle and torch.save reach the engine, which says what to use instead."""
-        kind, original = type(self), _original(self)
-        self.__class__ = original
-        try:
-            made = self.__reduce_ex__(protocol)
-        finally:
-            self.__class__ = kind
-        if made[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
-            return original.__new__, *made[1:]  # from the other, pickle takes this class alone
-        return made
+        made: Any = super().__reduce_ex__(protocol)
+        if made[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
+            return made  # as a user's class says
+        (_, *arguments), original = made[1], _original(self)
+        return original.__new__, (original, *arguments), *made[2:]
 
 
 def _ask(module: Any, *, recurse: bool, **more: Any) -> None:
