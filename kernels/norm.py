@@ -145,10 +145,10 @@ def _scratch(device: torch.device, stream: int) -> Tensor:
 
 
 def squared_norm_triton(tensors: Sequence[Tensor]) -> Tensor:
+    tensors = list(tensors)  # once, as it may make them
     device = tensors[0].device if tensors else torch.device("cpu")
     total = torch.empty((), dtype=torch.float64, device=device)
-    every = list(tensors)
-    if _repeats.again(every, None, (total.data_ptr(),)):
+    if _repeats.again(tensors, None, (total.data_ptr(),)):
         return total
     check(tensors)
     if not all(map(Tensor.is_contiguous, tensors)):  # repeated launches were checked at first
@@ -169,5 +169,5 @@ def squared_norm_triton(tensors: Sequence[Tensor]) -> Tensor:
         LANES=THREADS * 16 // parts[0][0].dtype.itemsize,  # an access of 16 bytes for each thread
         MOST=1 << (PROGRAMS - 1).bit_length(),
     )
-    _repeats.keep(every, None, [launch], [chunks])
+    _repeats.keep(tensors, None, [launch], [chunks])
     return total

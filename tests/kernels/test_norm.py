@@ -9,7 +9,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from ringdp.kernels import squared_norm
+from ringdp.kernels import norm, squared_norm
 from ringdp.kernels.norm import (
     BLOCK,
     PROGRAMS,
@@ -18,6 +18,7 @@ from ringdp.kernels.norm import (
 )
 from ringdp.kernels.precision import FLOATS
 from tests.kernels.inputs import LENGTHS, copy_to_gpu, random_floats
+from tests.kernels.test_host import Made
 
 U = 2.0**-53
 IMPLEMENTATIONS = (squared_norm, squared_norm_torch, squared_norm_triton)
@@ -60,6 +61,24 @@ def test_all_lengths_are_within_the_error_bound(interpreted: None, elems: int) -
     want = exact(x)
     for run in IMPLEMENTATIONS:
         assert abs(run(x).item() - want) <= bound(x, want)
+
+
+def test_the_tensors_that_are_kept_are_those_that_were_read(
+    interpreted: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a sequence that makes its tensors when asked. A repeated launch has their addresses."""
+    kept, read = set[int](), set[int]()
+
+    def keep(
+        tensors: list[torch.Tensor], _: object, __: object, tables: list[torch.Tensor]
+    ) -> None:
+        kept.update(x.data_ptr() for x in tensors)
+        read.update(tables[0][:, 0].tolist())  # each tensor is several chunks
+
+    monkeypatch.setattr(norm._repeats, "keep", keep)
+    squared_norm_triton(Made())
+    assert kept
+    assert kept <= read
 
 
 @pytest.mark.parametrize("count", [0, 1, 500])
