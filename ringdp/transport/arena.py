@@ -66,13 +66,14 @@ class Arena:
         return torch.from_numpy(block).view(dtype).view(shape)
 
     def hold(self, used: Iterable[object], until: Callable[[], bool]) -> None:
-        """Keep the storages among `used` that lie in the arena alive until `until()` is true.
+        """Keep storages, or tensors' storages, that lie in the arena alive until `until()` is true.
 
         They belong to a failed call, and a late rank may still write to them. Takes no lock: see
         Note [the collector comes at any time].
         """
         within = range(self.address, self.address + self.bytes)
-        storages = [x for x in used if isinstance(x, torch.UntypedStorage)]
+        memory = (x.untyped_storage() if isinstance(x, torch.Tensor) else x for x in used)
+        storages = [x for x in memory if isinstance(x, torch.UntypedStorage)]
         if here := [x for x in storages if x.data_ptr() in within]:
             self._held.append((until, here))
 

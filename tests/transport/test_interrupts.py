@@ -178,6 +178,15 @@ def test_an_interrupted_receive_is_no_longer_reported(comm: Communicator, transp
     over(comm, transport, interrupt_a_receive)
 
 
+class Interrupting(TorchFunctionMode):
+    def __torch_function__(
+        self, function: Any, _: object, given: Any = (), named: Any = None
+    ) -> Any:
+        if function is torch.Tensor.untyped_storage:
+            raise KeyboardInterrupt
+        return function(*given, **named or {})
+
+
 @pytest.mark.parametrize("length", [8, 1 << 16])  # a brief call, and one that is not
 @pytest.mark.parametrize("algorithm", ["direct", "ring"])
 @on_ranks(2)
@@ -187,21 +196,13 @@ def test_an_interrupt_where_torch_runs_python_leaves_no_call_half_begun(
     """Torch asks a function mode, such as a `with torch.device(...)`, about the storage."""
     x = torch.ones(length)
 
-    class Mode(TorchFunctionMode):
-        def __torch_function__(
-            self, function: Any, _: object, given: Any = (), named: Any = None
-        ) -> Any:
-            if function is torch.Tensor.untyped_storage:
-                raise KeyboardInterrupt
-            return function(*given, **named or {})
-
     for _ in range(2):
         comm.all_reduce(x.fill_(1), algorithm=algorithm)
     x.fill_(1)
     comm.barrier()
     if comm.rank == 0:
         issued = comm.issued
-        with Mode(), pytest.raises(KeyboardInterrupt):
+        with Interrupting(), pytest.raises(KeyboardInterrupt):
             comm.all_reduce(x, algorithm=algorithm)
         assert len(comm._transport.kept) == comm.issued - issued
         if comm.issued == issued:
@@ -212,3 +213,20 @@ def test_an_interrupt_where_torch_runs_python_leaves_no_call_half_begun(
         comm.all_reduce(x, algorithm=algorithm)
     comm.barrier()
     assert x.tolist() == [2] * length
+
+
+@on_ranks(2)
+def test_shared_memory_of_an_interrupted_call_is_held_after_a_close(comm: Communicator) -> None:
+    """A late rank may still write to it. The call is brief: it began before the interrupt."""
+    other = comm.duplicate()
+    x, arena = other.empty(8).fill_(1), comm._transport.arena  # type: ignore[attr-defined]
+    other.all_reduce(x)
+    comm.barrier()
+    if comm.rank == 0:
+        with Interrupting(), pytest.raises(KeyboardInterrupt):
+            other.all_reduce(x)
+        other.abort()
+        other.close()
+        _, held = arena._held[-1]
+        assert [storage.data_ptr() for storage in held] == [x.data_ptr()]
+    comm.barrier()
