@@ -5,6 +5,7 @@ between them is passed in: which rows to learn, and how to average a loss.
 """
 
 import hashlib
+import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -194,9 +195,16 @@ def run_stages(job: Job, emit: Emit) -> list[Record]:
         torch.backends.cuda.enable_mem_efficient_sdp(False)  # its backward adds in any order
     comm = ringdp.init(transport=cast(TransportName, transport))
     data = job.text.read_bytes()
-    file = job.options.trace
-    with nullcontext() if file is None else ringdp.trace(file):
-        records = [_run_stage(stage, job.options, data, comm, emit) for stage in job.options.stages]
+    file, records = job.options.trace, list[Record]()
+    try:
+        with nullcontext() if file is None else ringdp.trace(file):
+            for stage in job.options.stages:
+                records.append(_run_stage(stage, job.options, data, comm, emit))
+    except ringdp.RingdpError as error:
+        if len(records) < len(job.options.stages):
+            raise
+        if comm.rank == 0:  # the trace cannot be written; the runs have their results
+            print(error, file=sys.stderr, flush=True)
     comm.close()
     return records
 

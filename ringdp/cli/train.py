@@ -1,7 +1,7 @@
 """`ringdp train`: run the single process and the stages, compare them, and report."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,6 @@ from ringdp.cli.progress import Display
 from ringdp.cli.report import show
 from ringdp.cli.runs import Job, Record, run_single, run_stages, to_json
 from ringdp.cli.verdict import complaints
-from ringdp.errors import RingdpError
 
 
 def run(options: Options, console: Console, *, entry: Entry[Job, list[Record]] = run_stages) -> int:
@@ -47,7 +46,7 @@ def run(options: Options, console: Console, *, entry: Entry[Job, list[Record]] =
         if options.modes:
             runs = [modes.run_mode(m, options, learned, display.update) for m in options.modes]
         else:
-            with _warn_without_trace(options.trace), learned.shared() as file:
+            with _warn_without_trace(options.trace) as traced, learned.shared() as file:
                 ranks = launch(entry, Job(options, file), options.ranks, display.update)
     if options.modes:
         found = [modes.to_json(run) for run in runs]
@@ -63,20 +62,25 @@ def run(options: Options, console: Console, *, entry: Entry[Job, list[Record]] =
         report()
     say_written(console, options.json)
     and_then = f"; `ringdp report {options.trace} --html FILE` makes a page of it"
+    if options.trace is not None and not traced():
+        return 1
     say_written(console, options.trace, and_then)
     return 1 if problems else 0
 
 
 @contextmanager
-def _warn_without_trace(path: Path | None) -> Iterator[None]:
-    """Say so if the ranks end before they have written the trace."""
+def _warn_without_trace(path: Path | None) -> Iterator[Callable[[], bool]]:
+    """Say so if the ranks end without having written the trace. Yields whether they have so far."""
     before = _changed(path)
+
+    def traced() -> bool:
+        return _changed(path) != before
+
     try:
-        yield
-    except RingdpError:
-        if path is not None and _changed(path) == before:
+        yield traced
+    finally:
+        if path is not None and not traced():
             print(f"ringdp: no trace was written to {path}", file=sys.stderr)
-        raise
 
 
 def _changed(path: Path | None) -> int | None:

@@ -1,5 +1,6 @@
 """`ringdp train` with ranks that misbehave: `python misbehaving.py ENTRY` runs one of them."""
 
+import errno
 import os
 import signal
 import struct
@@ -12,8 +13,9 @@ import ringdp
 from ringdp.cli import launch
 from ringdp.cli.exits import exit_code
 from ringdp.cli.options import Options
-from ringdp.cli.runs import Emit, Job, Progress, Record
+from ringdp.cli.runs import Emit, Job, Progress, Record, run_stages
 from ringdp.cli.train import run
+from ringdp.tape import parts
 
 OPTIONS = Options(steps=1, reference=False)
 
@@ -54,6 +56,16 @@ def killed(job: Job, emit: Emit) -> list[Record]:
     if _running(emit) == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return _sleep()
+
+
+def cannot_write_the_trace(job: Job, emit: Emit) -> list[Record]:
+    """The disk is full once the runs are done."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    parts.merge = full
+    return run_stages(job, emit)
 
 
 def exits_without_result(job: Job, emit: Emit) -> list[Record]:

@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from ringdp.cli import runs, train
+from ringdp.cli.console import plain
 from ringdp.cli.launch import SignalError
 from ringdp.cli.main import main
 from ringdp.cli.options import Options
 from ringdp.cli.runs import MEMORY
 from ringdp.cli.timeline.digest import digest
 from ringdp.cli.timeline.read import HELD, read
+from tests.cli.misbehaving import cannot_write_the_trace
 from tests.cli.rows import STAGES
 from tests.transport.nccl.faults import LACKS_HOST_NCCL
 
@@ -152,6 +154,22 @@ def test_a_missing_trace_is_reported(
         f"ringdp: no trace was written to {path}",
         "ringdp: ended by SIGINT; every rank has ended",
     ]
+
+
+def test_runs_are_compared_even_if_their_trace_cannot_be_written(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path, out = tmp_path / "run.json", tmp_path / "out.json"
+    asked = Options(
+        steps=1, batch=4, context=16, reference=False, sample=False, trace=path, json=out
+    )
+    assert train.run(asked, plain(), entry=cannot_write_the_trace) == 1
+    shown = capfd.readouterr()
+    assert "Stages 0, 1, 2, 3 are equal bit for bit" in shown.out
+    assert f"wrote {out}\n" in shown.out
+    assert f"wrote {path}" not in shown.out
+    assert f"ringdp: no trace was written to {path}\n" in shown.err  # rank 0 has said why
+    assert "Traceback" not in shown.err
 
 
 def test_results_are_printed_even_if_they_cannot_be_written(
