@@ -75,6 +75,18 @@ def warm_up(entry: Entry[Any, Any]) -> None:
         forkserver.ensure_running()
 
 
+def cool_down() -> None:
+    """End the process that ranks are forked from.
+
+    By itself it would notice the end of this one only once it has imported everything, and hold
+    stdout and stderr open until then.
+    """
+    server: Any = forkserver._forkserver
+    if server._forkserver_pid is not None:
+        os.kill(server._forkserver_pid, signal.SIGKILL)
+        server._stop()
+
+
 def launch(
     entry: Entry[Job, Result], job: Job, ranks: int, on_event: Callable[[Any], None]
 ) -> list[Result]:

@@ -23,6 +23,7 @@ from ringdp.cli.console import plain
 from ringdp.cli.doctor import job as doctor_job
 from ringdp.cli.doctor import report as doctor_report
 from ringdp.cli.exits import exit_code
+from ringdp.cli.launch import cool_down
 from ringdp.cli.options import Options
 from ringdp.cli.plan import command as planning
 from ringdp.cli.plan.options import Options as PlanOptions
@@ -138,4 +139,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
     code = exit_code(lambda: app(asked, prog_name="ringdp", standalone_mode=False))
     if arguments is None:  # the process ends, and another Ctrl-C would only print tracebacks
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        cool_down()
     return code if given else 2

@@ -9,8 +9,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -187,6 +189,23 @@ def test_an_interrupt_during_the_start_ends_every_rank(
     assert process.returncode == 130
     assert stderr == "ringdp: ended by SIGINT; every rank has ended\n"
     assert_gone(process, [])
+
+
+def test_the_command_ends_the_process_that_forks_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while it still imports what they need."""
+    server: Any = forkserver.ForkServer()
+    server.set_forkserver_preload(["torch._dynamo"])
+    server.ensure_running()
+    pid = server._forkserver_pid
+    monkeypatch.setattr(forkserver, "_forkserver", server)
+    monkeypatch.setattr(sys, "argv", ["ringdp", "--version"])
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        assert main() == 0
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
 
 
 def test_an_ignored_signal_stays_ignored() -> None:
