@@ -61,9 +61,9 @@ def run(options: Options, console: Console, *, entry: Entry[Job, list[Record]] =
     finally:  # even where the disk is full
         report()
     say_written(console, options.json)
-    and_then = f"; `ringdp report {options.trace} --html FILE` makes a page of it"
     if options.trace is not None and not traced():
         return 1
+    and_then = f"; `ringdp report {options.trace} --html FILE` makes a page of it"
     say_written(console, options.trace, and_then)
     return 1 if problems else 0
 
