@@ -36,6 +36,8 @@ from ringdp.parallel.gathering import Gathering
 from ringdp.parallel.guards import copies, sliced, state_dict, steps, wrapped
 from ringdp.parallel.guards.unmanaged import Unmanaged
 from ringdp.parallel.optimizer import state as optim_state
+from ringdp.parallel.optimizer.kinds import check_slices, needs_whole
+from ringdp.parallel.optimizer.whole import WholeStep
 from ringdp.parallel.precision import Precision
 from ringdp.parallel.reducing import Reducing
 from ringdp.parallel.stages import Stage
@@ -81,6 +83,7 @@ class Engine:
 
         self._writes = True  # whether full_parameters keeps what is written
         self._emptied: steps.Emptied = []  # during an optimizer's step
+        self._whole_step: WholeStep | None = None
         self.always_gathers_state = False  # optimizers' state_dict, also outside full_parameters
         self.closed = False
         me = weakref.proxy(self)  # torch holds it where the garbage collector cannot see it
@@ -148,6 +151,7 @@ class Engine:
                 self.backwards.settle()
                 alone = self._is_alone()
                 if index == 0 or alone or self.gathering.over:  # a new iteration
+                    self.undo_step()
                     self._unmanaged.begin()
                     wrapped.check(self.units)
                     self.backwards.begin()
@@ -200,14 +204,17 @@ class Engine:
         if self._summoned:
             raise UsageError("an optimizer steps within full_parameters(); step it after that")
         if self.stage.slices:
-            steps.check_slices(optimizer, f"in stage {self.stage.number}", "or stage 0")
+            check_slices(optimizer, f"in stage {self.stage.number}", "or stage 0")
         self.check_reduced("the optimizer steps")
         self.take(optimizer)
         self.backwards.settle()
         self.gathering.end(learn=False)
         self.gathering.let_write()
+        self.undo_step()
         steps.restore(self.units, self._emptied)  # left by a step that raised
         self._emptied = steps.release(self.units)
+        if self.stage.slices and needs_whole(optimizer):
+            self._whole_step = WholeStep(self.comm, self.units, optimizer)
 
     def take(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer has these parameters: from now on its state_dict is of whole ones."""
@@ -221,7 +228,16 @@ class Engine:
         self.reducing.unreduced.check_none_waits(self.units, what)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._whole_step and self._whole_step.optimizer is optimizer:
+            self._whole_step.end()
+            self._whole_step = None
         steps.restore(self.units, self._emptied)
+
+    def undo_step(self) -> None:
+        """If a step of whole parameters raised, they are slices again."""
+        if self._whole_step:
+            self._whole_step.undo()
+            self._whole_step = None
 
     # ---- for the user
 
@@ -295,6 +311,7 @@ class Engine:
             yield
             return
         self.backwards.check_over("full_parameters() is entered")
+        self.undo_step()
         self.backwards.settle()
         self.gathering.summon_all()
         self._writes = write

@@ -20,10 +20,10 @@ from ringdp.comm import Communicator, communicator_of
 from ringdp.errors import ModelError, UsageError
 from ringdp.parallel import replicas
 from ringdp.parallel.cut import Cut
-from ringdp.parallel.guards.steps import check_slices
 from ringdp.parallel.join import JoinableOverGroup, Shadow
 from ringdp.parallel.layout import Unit, layout
 from ringdp.parallel.optimizer import state as optim_state
+from ringdp.parallel.optimizer.kinds import check_slices
 from ringdp.parallel.refuse import refuse
 
 

@@ -1,4 +1,4 @@
-"""Which optimizers may step a sharded model, and when: element-wise ones, after backward."""
+"""Steps of a sharded model's optimizers: what is called around them, and what they find."""
 
 from __future__ import annotations
 
@@ -18,18 +18,6 @@ from ringdp.errors import UsageError
 from ringdp.parallel.guards import resting, sliced
 from ringdp.parallel.state import State
 from ringdp.parallel.unit import FlatUnit
-
-# Classes, torch's and others', that need a parameter, or all of them, as a whole.
-_NOT_BY_ELEMENT = {
-    "AdaMuon", "AdamP", "Adafactor", "AdafactorBigVision", "Adai", "CAME", "FusedLAMB",
-    "FusedNovoGrad", "GaLoreAdamW", "Kron", "LAMB", "LARS", "LBFGS", "Lamb", "LaPropOrtho",
-    "Lars", "Mars", "Muon", "MuonAdamW", "MuonLaProp", "NovoGrad", "NvNovoGrad", "OrthoLaProp",
-    "PSGDBase", "SGDP", "SOAP", "SOAPBase", "Scion", "Shampoo", "StableAdamW",
-}  # fmt: skip
-# These sum over all parameters and, where they are told to, over all ranks.
-_SUMS_IF_TOLD = {
-    "DAdaptAdaGrad", "DAdaptAdam", "DAdaptAdan", "DAdaptLion", "DAdaptSGD", "Prodigy",
-}  # fmt: skip
 
 
 def listen(before: Callable[[Optimizer], None], after: Callable[[Optimizer], None]) -> list[Any]:
@@ -76,22 +64,6 @@ def has_any(optimizer: Optimizer, units: Sequence[FlatUnit]) -> bool:
             "rest in. Make it before the forward, or after backward"
         )
     return not stepped.isdisjoint(ours)
-
-
-def check_slices(optimizer: Optimizer, where: str, otherwise: str) -> None:
-    """Raise UsageError if it cannot step slices."""
-    names, groups = {kind.__name__ for kind in type(optimizer).__mro__}, optimizer.param_groups
-    what = type(optimizer).__name__
-    if any(group.get("caution") for group in groups):  # scales by a mean over the parameter
-        what += " with caution=True"
-    elif names & _SUMS_IF_TOLD and not all(group.get("fsdp_in_use") for group in groups):
-        what += " without fsdp_in_use=True"
-    elif not names & _NOT_BY_ELEMENT:
-        return
-    raise UsageError(
-        f"{what} needs whole parameters, and {where} has this rank's slices; allowed: optimizers "
-        f"that step each element by itself, {otherwise}"
-    )
 
 
 Emptied = list[tuple[nn.Parameter, Tensor]]  # parameters without elements here, their gradients

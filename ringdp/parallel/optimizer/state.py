@@ -19,6 +19,7 @@ from ringdp.comm import Communicator
 from ringdp.errors import UsageError
 from ringdp.parallel.cut import SliceOwner, Slices
 from ringdp.parallel.guards import sliced
+from ringdp.parallel.optimizer.kinds import needs_whole
 from ringdp.parallel.replicas import gather_json
 
 _TAKEN = WeakKeyDictionary[Optimizer, WeakSet[SliceOwner]]()  # whose slices each steps
@@ -82,10 +83,10 @@ def keep_slices(optimizer: Optimizer, units: Sequence[Slices]) -> None:
             for name, value in list(state.items()):
                 if not isinstance(value, Tensor):
                     continue
-                if name != "step" and value.shape == shape:
+                if is_per_element(name, value.shape, shape):
                     state[name] = value.reshape(-1)[begin:end].clone()
-                else:
-                    is_per_element(name, value, (end - begin,), entry.name)
+                elif not is_per_element(name, value.shape, torch.Size([end - begin])):
+                    check_single(optimizer, name, value, entry.name)
             if begin == end:
                 optimizer.state.pop(p, None)
 
@@ -104,7 +105,8 @@ def gathered(
     whole, mine = dict[Any, dict[str, Any]](), list[list[Any]]()
     for number, values in state.items():
         if place := places.get(id(numbered[number])):
-            mine += [[number, name, *_described(name, v, *place)] for name, v in values.items()]
+            facts = [[name, *_described(optimizer, name, v, *place)] for name, v in values.items()]
+            mine += [[number, *fact] for fact in facts]
         else:
             whole[number] = dict(values)
     views: dict[tuple[int, str, str], list[Tensor]] = {}
@@ -124,30 +126,34 @@ def gathered(
     return dict(sorted(whole.items()))
 
 
-def is_per_element(name: str, value: Tensor, shape: tuple[int, ...], parameter: str) -> bool:
-    """Whether state has one value for each element of what is stepped, which has that shape, and
-    not one for all. Raises UsageError if it has neither."""
-    if name != "step" and value.shape == shape:
-        return True
-    if value.numel() > 1:
+def is_per_element(name: str, shape: torch.Size, of: torch.Size) -> bool:
+    """Whether state of that shape has one value for each element of what has the shape `of`."""
+    return name != "step" and shape == of
+
+
+def check_single(optimizer: Optimizer, name: str, value: Tensor, parameter: str) -> None:
+    """Raise UsageError for state that has neither one value for each element nor one for all of a
+    slice; but an optimizer that steps whole parameters may have any."""
+    if value.numel() > 1 and not needs_whole(optimizer):
         raise UsageError(
-            f"the optimizer's state {name!r} of parameter {parameter} has shape "
-            f"{list(value.shape)}, where {list(shape)} is stepped; allowed: one value for each "
-            "element, or one for all"
+            f"the {type(optimizer).__name__}'s state {name!r} of parameter {parameter} has shape "
+            f"{list(value.shape)}, and this rank has a flat slice; allowed: one value for each "
+            "element, or one for all. If it looks at whole parameters, set the optimizer's "
+            "attribute needs_whole_parameters to True"
         )
-    return False
 
 
 def _described(
-    name: str, value: Any, unit: Slices, at: int
-) -> tuple[str | None, list[int] | None, Any]:  # fmt: skip
+    optimizer: Optimizer, name: str, value: Any, unit: Slices, at: int
+) -> tuple[str | None, list[int] | None, Any]:
     """(dtype, shape, value) as JSON; shape and value are None for state of each element."""
     if not isinstance(value, Tensor):
         return None, None, value
     dtype = str(value.dtype).removeprefix("torch.")
     begin, end = unit.cut.spans[at]
-    if is_per_element(name, value, (end - begin,), unit.plan.entries[at].name):
+    if is_per_element(name, value.shape, torch.Size([end - begin])):
         return dtype, None, None
+    check_single(optimizer, name, value, unit.plan.entries[at].name)
     return dtype, list(value.shape), value.tolist()
 
 

@@ -1,0 +1,253 @@
+"""Steps of optimizers that look at whole parameters, as Muon and Adafactor do, from stage 1 on.
+
+For a step each parameter goes to its owner, one of the ranks that have elements of it: the others
+send theirs of the value, of the gradient, and of state with one value for each element. Afterwards
+the owner returns the new ones, with what other state there is (Adafactor's row_var). So between
+steps a rank has what it has with any optimizer: slices, and single values that go with them. A
+parameter that lies on one rank does not move, and is stepped in its place.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.optim import Optimizer
+
+from ringdp.comm import Communicator
+from ringdp.parallel.cut import Slices
+from ringdp.parallel.guards.computed import set_data
+from ringdp.parallel.optimizer.state import is_per_element
+from ringdp.parallel.replicas import gather_json
+
+State = dict[str, Any]
+
+
+class Place(NamedTuple):
+    """A parameter that has elements. parts[r]: (begin, end) of rank r's."""
+
+    parameter: nn.Parameter
+    shape: torch.Size
+    parts: list[tuple[int, int]]
+
+    @property
+    def holders(self) -> list[int]:
+        return [rank for rank, (begin, end) in enumerate(self.parts) if begin < end]
+
+
+class Loan(NamedTuple):
+    """What this rank has of a parameter that is stepped."""
+
+    place: Place
+    owner: int
+    values: Tensor
+    gradient: Tensor
+    state: State
+
+
+class WholeStep:
+    """While `optimizer` steps parameters of these units, each is whole on its owner, and has no
+    gradient elsewhere. `end` it after the step; `undo` it if the step raised."""
+
+    def __init__(self, comm: Communicator, units: Sequence[Slices], optimizer: Optimizer) -> None:
+        """Collective. All ranks must have gradients of the same parameters."""
+        self.comm, self.optimizer = comm, optimizer
+        places = _places(units, optimizer, comm.size)
+        self.moves = any(len(place.holders) > 1 for place in places)
+        self.exchange = Exchange(comm, units[0].parameters[0].device)
+        self.loans = {
+            at: Loan(place, owner, p.data, p.grad, optimizer.state.get(p, {}))
+            for at, (place, owner) in enumerate(
+                zip(places, _owners(places, comm.size), strict=True)
+            )
+            if comm.rank in place.holders and (p := place.parameter).grad is not None
+        }
+        whole = []
+        for loan in self.loans.values():
+            shape = loan.values.shape
+            slices = {k: v for k, v in loan.state.items() if _is_per_element(k, v, shape)}
+            values, gradient = (self._lend(loan, t) for t in (loan.values, loan.gradient))
+            state = loan.state | {name: self._lend(loan, t) for name, t in slices.items()}
+            whole.append((values, gradient, state))
+        if self.moves:
+            self.exchange.run()
+        for loan, (values, gradient, state) in zip(self.loans.values(), whole, strict=True):
+            p, mine = loan.place.parameter, loan.owner == comm.rank
+            self._set(p, values, gradient, state) if mine else self._set(p, loan.values, None, {})
+
+    def _lend(self, loan: Loan, own: Tensor) -> Tensor:
+        """On the owner: the whole tensor, once the exchange has run."""
+        place, me = loan.place, self.comm.rank
+        if loan.owner != me:
+            self.exchange.send(loan.owner, own)
+            return own
+        if place.holders == [me]:
+            return own.view(place.shape)
+        whole = own.new_empty(place.shape.numel())
+        for rank in place.holders:
+            part = whole[slice(*place.parts[rank])]
+            if rank == me:
+                part.copy_(own)
+            else:
+                self.exchange.receive(rank, part)
+        return whole.view(place.shape)
+
+    def end(self) -> None:
+        """Every rank has slices again, with the new values and state. Collective."""
+        told = self._tell() if self.moves else {}
+        states = [
+            self._return(loan)
+            if loan.owner == self.comm.rank
+            else self._receive(loan, told.get(at, []))
+            for at, loan in self.loans.items()
+        ]
+        if self.moves:
+            self.exchange.run()
+        for loan, state in zip(self.loans.values(), states, strict=True):
+            self._set(loan.place.parameter, loan.values, loan.gradient, state)
+
+    def undo(self) -> None:
+        """Every rank has slices again, with the values and state from before the step. But what
+        lies on one rank keeps what the step has changed in its place."""
+        for loan in self.loans.values():
+            self._set(loan.place.parameter, loan.values, loan.gradient, loan.state)
+
+    def _set(self, p: nn.Parameter, values: Tensor, gradient: Tensor | None, state: State) -> None:
+        p.grad = None  # first, since it must have the shape of the values
+        set_data(p, values)
+        p.grad = gradient
+        increment_version(p)
+        self.optimizer.state.pop(p, None)
+        if state:
+            self.optimizer.state[p] = state
+
+    def _tell(self) -> dict[int, list[Any]]:
+        """All owners' state by place: [name, dtype, shape, device] of tensors, or [name, value]."""
+        mine = [
+            [at, [*_facts(self.optimizer.state.get(loan.place.parameter, {}))]]
+            for at, loan in self.loans.items()
+            if loan.owner == self.comm.rank and len(loan.place.holders) > 1
+        ]
+        return {at: facts for owned in gather_json(self.comm, mine) for at, facts in owned}
+
+    def _return(self, loan: Loan) -> State:
+        """On the owner: what it keeps of the state. Sends the others what is theirs."""
+        p, shape, parts = loan.place
+        state = self.optimizer.state.get(p, {})
+        flat = {k: v.reshape(-1) for k, v in state.items() if _is_per_element(k, v, shape)}
+        others = [rank for rank in loan.place.holders if rank != loan.owner]
+        for rank in others:
+            part = slice(*parts[rank])
+            self.exchange.send(rank, p.data.reshape(-1)[part])
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    self.exchange.send(rank, flat[name][part] if name in flat else value)
+        part = slice(*parts[loan.owner])
+        values = p.data.reshape(-1)[part]
+        if values.data_ptr() != loan.values.data_ptr():
+            loan.values.copy_(values)
+        return state | {k: v[part].clone() if others else v for k, v in flat.items()}
+
+    def _receive(self, loan: Loan, facts: list[Any]) -> State:
+        """Elsewhere: the new state, once the exchange has run."""
+        self.exchange.receive(loan.owner, loan.values)
+        state: State = {}
+        for name, *fact in facts:
+            if len(fact) == 1:
+                (state[name],) = fact
+                continue
+            dtype, shape, device = fact
+            if is_per_element(name, torch.Size(shape), loan.place.shape):
+                shape = loan.values.shape
+            device = device if device == "cpu" else loan.values.device
+            state[name] = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+            self.exchange.receive(loan.owner, state[name])
+        return state
+
+
+def _places(units: Sequence[Slices], optimizer: Optimizer, ranks: int) -> list[Place]:
+    """The same on all ranks."""
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return [
+        Place(p, shape, [unit.plan.part(entry, rank) for rank in range(ranks)])
+        for unit in units
+        for entry, p, shape in zip(unit.plan.entries, unit.parameters, unit.cut.shapes, strict=True)
+        if id(p) in stepped and entry.elements
+    ]
+
+
+def _owners(places: Sequence[Place], ranks: int) -> list[int]:
+    """Of the holders of each the one with the fewest elements to step; the largest choose first."""
+    load, owners = [0] * ranks, dict[int, int]()
+    order = sorted(enumerate(places), key=lambda x: (len(x[1].holders) > 1, -x[1].shape.numel()))
+    for at, place in order:
+        owners[at] = min(place.holders, key=load.__getitem__)
+        load[owners[at]] += place.shape.numel()
+    return [owners[at] for at in range(len(places))]
+
+
+def _is_per_element(name: str, value: Any, shape: torch.Size) -> bool:
+    return isinstance(value, Tensor) and is_per_element(name, value.shape, shape)
+
+
+def _facts(state: State) -> Iterator[list[Any]]:
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            dtype = str(value.dtype).removeprefix("torch.")
+            yield [name, dtype, [*value.shape], value.device.type]
+        elif _is_json(value):
+            yield [name, value]
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):  # an object of the optimizer's, which stays on the owner
+        return False
+    return True
+
+
+class Exchange:
+    """What ranks send one another, as bytes, in one collective."""
+
+    def __init__(self, comm: Communicator, device: torch.device) -> None:
+        self.comm, self.device = comm, device
+        self._begin()
+
+    def _begin(self) -> None:
+        self.sent: list[list[Tensor]] = [[] for _ in range(self.comm.size)]
+        self.received: list[list[Tensor]] = [[] for _ in range(self.comm.size)]
+
+    def send(self, rank: int, tensor: Tensor) -> None:
+        """`run` reads it."""
+        self.sent[rank].append(tensor)
+
+    def receive(self, rank: int, tensor: Tensor) -> None:
+        """`run` fills it with what that rank sends in this place."""
+        self.received[rank].append(tensor)
+
+    def run(self) -> None:
+        """Collective."""
+        sent, received = ([*chain.from_iterable(each)] for each in (self.sent, self.received))
+        given = torch.cat([_bytes(t.contiguous()) for t in sent] or [self._empty(0)])
+        into = self._empty(sum(t.nbytes for t in received))
+        self.comm.all_to_all_v(into, given, _sizes(self.received), _sizes(self.sent))
+        for t, part in zip(received, torch.split(into, [t.nbytes for t in received]), strict=True):
+            _bytes(t).copy_(part)
+        self._begin()
+
+    def _empty(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self.device)
+
+
+def _sizes(each: Sequence[Sequence[Tensor]]) -> list[int]:
+    return [sum(t.nbytes for t in tensors) for tensors in each]
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().view(-1).view(torch.uint8)
