@@ -36,8 +36,7 @@ from ringdp.parallel.gathering import Gathering
 from ringdp.parallel.guards import copies, sliced, state_dict, steps, wrapped
 from ringdp.parallel.guards.unmanaged import Unmanaged
 from ringdp.parallel.optimizer import state as optim_state
-from ringdp.parallel.optimizer.kinds import check_slices, needs_whole
-from ringdp.parallel.optimizer.whole import WholeStep
+from ringdp.parallel.optimizer.kinds import check_slices
 from ringdp.parallel.precision import Precision
 from ringdp.parallel.reducing import Reducing
 from ringdp.parallel.stages import Stage
@@ -82,8 +81,7 @@ class Engine:
         self._unmanaged = Unmanaged(model, units)
 
         self._writes = True  # whether full_parameters keeps what is written
-        self._emptied: steps.Emptied = []  # during an optimizer's step
-        self._whole_step: WholeStep | None = None
+        self.step = steps.Step(comm, units)
         self.always_gathers_state = False  # optimizers' state_dict, also outside full_parameters
         self.closed = False
         me = weakref.proxy(self)  # torch holds it where the garbage collector cannot see it
@@ -151,7 +149,7 @@ class Engine:
                 self.backwards.settle()
                 alone = self._is_alone()
                 if index == 0 or alone or self.gathering.over:  # a new iteration
-                    self.undo_step()
+                    self.step.undo()
                     self._unmanaged.begin()
                     wrapped.check(self.units)
                     self.backwards.begin()
@@ -210,11 +208,7 @@ class Engine:
         self.backwards.settle()
         self.gathering.end(learn=False)
         self.gathering.let_write()
-        self.undo_step()
-        steps.restore(self.units, self._emptied)  # left by a step that raised
-        self._emptied = steps.release(self.units)
-        if self.stage.slices and needs_whole(optimizer):
-            self._whole_step = WholeStep(self.comm, self.units, optimizer)
+        self.step.begin(optimizer)
 
     def take(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer has these parameters: from now on its state_dict is of whole ones."""
@@ -228,16 +222,7 @@ class Engine:
         self.reducing.unreduced.check_none_waits(self.units, what)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._whole_step and self._whole_step.optimizer is optimizer:
-            self._whole_step.end()
-            self._whole_step = None
-        steps.restore(self.units, self._emptied)
-
-    def undo_step(self) -> None:
-        """If a step of whole parameters raised, they are slices again."""
-        if self._whole_step:
-            self._whole_step.undo()
-            self._whole_step = None
+        self.step.end(optimizer)
 
     # ---- for the user
 
@@ -311,7 +296,7 @@ class Engine:
             yield
             return
         self.backwards.check_over("full_parameters() is entered")
-        self.undo_step()
+        self.step.undo()
         self.backwards.settle()
         self.gathering.summon_all()
         self._writes = write

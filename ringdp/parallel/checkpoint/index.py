@@ -5,8 +5,8 @@
 
 A tensor's key is `parameter/NAME`, `buffer/NAME`, `optimizer/KEY/NAME` or `extra/N/NAME`. Its
 elements, in the parameter's order, are in parts, one in the file of each rank that owned some. Each
-rank writes its own optimizer state: a rank without any has no part, and one with a single value for
-all its elements (Adam's `step`) has a part with that value. A save writes a new directory, replaces
+rank writes its own optimizer state: a rank without any has no part, and what goes with all of its
+elements (Adam's `step`, Adafactor's `row_var`) is a part. A save writes a new directory, replaces
 the index by a rename, and then removes the directories that it does not name.
 
 torch's distributed checkpoint is not used because its index, `.metadata`, and the messages of its
@@ -44,13 +44,17 @@ class Part(NamedTuple):
 
 @dataclass
 class Entry:
-    """One tensor, of the parameter's shape. For an optimizer's single values `single` is their
-    shape, and each part has one element, which stands for all of begin..end."""
+    """One tensor, of the parameter's shape. For state that goes with all of a part `single` is its
+    shape, as of Adam's `step`, and each part has it once."""
 
     dtype: str
     shape: list[int]
     parts: list[Part] = field(default_factory=list)
     single: list[int] | None = None
+
+    def elements(self, begin: int, end: int) -> tuple[int, int]:
+        """Which elements of what a file has of a part are those begin..end of the part."""
+        return (begin, end) if self.single is None else (0, math.prod(self.single))
 
     def within(self, begin: int, end: int) -> list[Part]:
         """The parts that have any of these elements, in order."""
@@ -177,7 +181,7 @@ def _check_entry(index: Index, key: str, entry: Entry) -> None:
     _check_ints(key, *entry.shape, *itertools.chain(*entry.parts), *(entry.single or []))
     if kept:
         _check_parameter(index, key, entry.shape)
-    if entry.single is not None and not (kept and math.prod(entry.single) == 1):
+    if entry.single is not None and not kept:
         raise ValueError(f"{key} has single values of shape {entry.single}")
     at, elements = 0, math.prod(entry.shape)
     for rank, begin, end in sorted(entry.parts, key=lambda part: part[1:]):

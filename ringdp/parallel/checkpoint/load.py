@@ -68,7 +68,7 @@ def load(
 def _check(read: Read, entry: Entry, file: Files) -> None:
     """Raise CheckpointError unless all files have what the index says of the elements."""
     for part in entry.within(read.begin, read.end):
-        there, elements = file(part.rank), part.end - part.begin if entry.single is None else 1
+        there, (_, elements) = file(part.rank), entry.elements(0, part.end - part.begin)
         said = dtype_of(entry.dtype), elements
         if (found := there.dtype_and_elements(read.key)) != said:
             raise CheckpointError(f"{there.path} has {found} of {read.key}, not {said}")
@@ -79,7 +79,7 @@ def _values(read: Read, entry: Entry, file: Files) -> Tensor:
     values = []
     for part in entry.within(read.begin, read.end):
         begin, end = max(read.begin, part.begin), min(read.end, part.end)
-        span = (begin - part.begin, end - part.begin) if entry.single is None else (0, 1)
+        span = entry.elements(begin - part.begin, end - part.begin)
         values.append(file(part.rank).read(read.key, *span))
     if not values:
         return torch.empty(0, dtype=dtype_of(entry.dtype), device="cpu")

@@ -20,6 +20,8 @@ from ringdp.parallel.checkpoint.index import Index, parts_of
 from ringdp.parallel.checkpoint.spans import Piece, groups_of, persistent_buffers
 from ringdp.parallel.checkpoint.tensorfile import dtype_of
 from ringdp.parallel.engine import Engine
+from ringdp.parallel.optimizer.kinds import needs_whole
+from ringdp.parallel.optimizer.state import mark_single
 from ringdp.parallel.replicas import write
 
 
@@ -152,6 +154,11 @@ def _state(index: Index, optimizer: torch.optim.Optimizer, found: list[Piece]) -
         shape: Sequence[int] = piece.rest.shape
         dtype = None
         if entry.single is not None:
+            if math.prod(entry.single) > 1 and not needs_whole(optimizer):
+                raise CheckpointError(
+                    f"{key} has the shape {entry.single}, as an optimizer keeps it that looks at "
+                    "whole parameters: set this one's attribute needs_whole_parameters to True"
+                )
             begin, shape = max(begin, parts[0].begin), entry.single
             end = begin + 1
         elif (there := sum(min(p.end, end) - max(p.begin, begin) for p in parts)) != end - begin:
@@ -162,8 +169,9 @@ def _state(index: Index, optimizer: torch.optim.Optimizer, found: list[Piece]) -
             )
         elif entry.dtype == index.tensors[f"parameter/{piece.name}"].dtype:
             dtype = piece.rest.dtype
+        single = entry.single is not None
         device = piece.rest.device if name != "step" or piece.name in on_device else None
-        put = partial(_put, optimizer, piece.parameter, name, shape, device, dtype)
+        put = partial(_put, optimizer, piece.parameter, name, shape, device, dtype, single)
         yield Read(key, begin, end, put)
 
 
@@ -175,9 +183,13 @@ def _put(
     shape: Sequence[int],
     device: torch.device | None,
     dtype: torch.dtype | None,
+    single: bool,
     values: Tensor,
 ) -> None:
-    optimizer.state[parameter][name] = values.view(shape).to(device, dtype)
+    value = values.view(shape).to(device, dtype)
+    if single:
+        mark_single(value)
+    optimizer.state[parameter][name] = value
 
 
 def _scalars(index: Index, found: list[Piece]) -> Iterator[tuple[nn.Parameter, str, Any]]:

@@ -49,7 +49,7 @@ def pieces(engine: Engine) -> list[Piece]:
             else "within full_parameters() no checkpoint is saved or loaded; leave it first"
         )
     engine.backwards.check_over("a checkpoint is saved or loaded")
-    engine.undo_step()
+    engine.step.undo()
     engine.gathering.reshard(engine.units)
     engine.gathering.let_write()
     found = []

@@ -23,25 +23,33 @@ from ringdp.parallel.cut import Cut
 from ringdp.parallel.join import JoinableOverGroup, Shadow
 from ringdp.parallel.layout import Unit, layout
 from ringdp.parallel.optimizer import state as optim_state
-from ringdp.parallel.optimizer.kinds import check_slices
+from ringdp.parallel.optimizer.kinds import check_slices, needs_whole
+from ringdp.parallel.optimizer.whole import WholeStep
 from ringdp.parallel.refuse import refuse
 
 
 class DtypeSlices:
-    """This rank's slices, `parameters`, of all parameters of one dtype, `wholes`: of their memory,
-    or of a copy of those that are not contiguous."""
+    """This rank's slices, `parameters`, of all parameters of one dtype, `wholes`."""
 
     def __init__(self, index: int, rank: int, plan: Unit, wholes: Sequence[Tensor]) -> None:
         self.index, self.plan, self.wholes = index, plan, wholes
         self.cut = Cut(plan, [p.shape for p in wholes], rank, slices=True)
+        # whole until `take`, as an optimizer that is made of them looks at their shapes
         self.parameters: Sequence[nn.Parameter] = [
-            nn.Parameter(p.detach().reshape(-1)[begin:end], p.requires_grad)
-            for p, (begin, end) in zip(wholes, self.cut.parts, strict=True)
+            nn.Parameter(p.detach(), p.requires_grad) for p in wholes
         ]
+
+    def take(self) -> None:
+        """Slice the parameters' memory as it is now, since the user may have assigned to p.data, or
+        a copy of what is not contiguous."""
+        for p, own, part in zip(self.wholes, self.parameters, self.cut.parts, strict=True):
+            own.grad = None
+            own.data = p.detach().reshape(-1)[slice(*part)]
 
 
 class ZeroRedundancyOptimizer(torch.optim.Optimizer, JoinableOverGroup):
-    """torch's arguments. `optimizer_class`: any element-wise optimizer; `defaults`: its arguments.
+    """torch's arguments. `optimizer_class`: any but one that looks at all parameters at once, as
+    LBFGS; `defaults`: its arguments.
     `process_group`: a communicator or a torch.distributed group, by default as for `shard`.
 
     Parameters stay whole, and a rank keeps the state of its 1/n of their elements. Gradients must
@@ -81,6 +89,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, JoinableOverGroup):
         ]
         self.optim = optimizer_class(groups, **defaults)
         check_slices(self.optim, "in ZeroRedundancyOptimizer", "or it without this one")
+        for unit in self._units:
+            unit.take()
         optim_state.keep_slices(self.optim, self._units)  # as Adagrad has a state from the first
         self.defaults = self.optim.defaults
         _copy_options(self.optim.param_groups, self.param_groups)
@@ -108,13 +118,19 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, JoinableOverGroup):
     def _step(self) -> None:
         _copy_options(self.param_groups, self.optim.param_groups)
         for unit in self._units:
-            whole = zip(unit.wholes, unit.parameters, unit.cut.parts, strict=True)
-            for p, own, (begin, end) in whole:
-                own.grad = None
-                own.data = p.detach().reshape(-1)[begin:end]  # the user may have assigned to p.data
+            unit.take()
+            for p, own, part in zip(unit.wholes, unit.parameters, unit.cut.parts, strict=True):
                 if p.grad is not None and own.numel():
-                    own.grad = p.grad.reshape(-1)[begin:end]
-        self.optim.step()
+                    own.grad = p.grad.reshape(-1)[slice(*part)]
+        whole = needs_whole(self.optim) and WholeStep(self.comm, self._units, self.optim)
+        try:
+            self.optim.step()
+        except BaseException:
+            if whole:
+                whole.undo(again=True)
+            raise
+        if whole:
+            whole.end()
         # For schedulers, and since an optimizer may count in them, as schedule-free ones do.
         _copy_options(self.optim.param_groups, self.param_groups)
         for unit in self._units:

@@ -14,8 +14,11 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from ringdp.comm import Communicator
 from ringdp.errors import UsageError
 from ringdp.parallel.guards import resting, sliced
+from ringdp.parallel.optimizer.kinds import needs_whole
+from ringdp.parallel.optimizer.whole import WholeStep
 from ringdp.parallel.state import State
 from ringdp.parallel.unit import FlatUnit
 
@@ -66,32 +69,53 @@ def has_any(optimizer: Optimizer, units: Sequence[FlatUnit]) -> bool:
     return not stepped.isdisjoint(ours)
 
 
-Emptied = list[tuple[nn.Parameter, Tensor]]  # parameters without elements here, their gradients
+class Step:
+    """What units' parameters are while an optimizer steps them."""
 
+    def __init__(self, comm: Communicator, units: Sequence[FlatUnit]) -> None:
+        self.comm, self.units = comm, units
+        self._whole: WholeStep | None = None
+        # parameters without elements on this rank, and their gradients
+        self._emptied: list[tuple[nn.Parameter, Tensor]] = []
 
-def release(units: Sequence[FlatUnit]) -> Emptied:
-    """Before an optimizer's step: make parameters and gradients ordinary tensors, and take away
-    gradients without elements, for which the optimizer would keep state. Returns these."""
-    emptied: Emptied = []
-    for unit in units:
-        resting.become(unit.parameters, nn.Parameter)
-        for p in unit.parameters if unit.slices else ():
-            if isinstance(p.grad, sliced.Slice):
-                p.grad.__class__ = Tensor  # type: ignore[assignment]
-            if p.grad is not None and not p.numel():
-                emptied.append((p, p.grad.new_empty(0)))  # which holds no memory
-                p.grad = None
-    return emptied
+    def begin(self, optimizer: Optimizer) -> None:
+        """Make parameters and gradients ordinary tensors, whole ones if the optimizer needs these
+        (then this is collective), and take away gradients without elements, for which it would keep
+        state."""
+        self.undo(again=True)
+        self._restore()
+        for unit in self.units:
+            resting.become(unit.parameters, nn.Parameter)
+            for p in unit.parameters if unit.slices else ():
+                if isinstance(p.grad, sliced.Slice):
+                    p.grad.__class__ = Tensor  # type: ignore[assignment]
+                if p.grad is not None and not p.numel():
+                    self._emptied.append((p, p.grad.new_empty(0)))  # which holds no memory
+                    p.grad = None
+        sliced_units = [unit for unit in self.units if unit.slices]
+        if sliced_units and needs_whole(optimizer):
+            self._whole = WholeStep(self.comm, sliced_units, optimizer)
 
+    def end(self, optimizer: Optimizer) -> None:
+        """After any optimizer's step. Every rank has gradients of the same parameters again, for
+        their norms."""
+        if self._whole and self._whole.optimizer is optimizer:
+            self._whole.end()
+            self._whole = None
+        self._restore()
 
-def restore(units: Sequence[FlatUnit], emptied: Emptied) -> None:
-    """After any optimizer's step. `emptied`: what `release` returned. Every rank has gradients of
-    the same parameters again, for their norms."""
-    while emptied:
-        p, gradient = emptied.pop()
-        increment_version(p)  # as on ranks where it is not empty
-        if p.grad is None:
-            p.grad = gradient
-    for unit in units:
-        if unit.state is State.SHARDED and unit.slices:
-            resting.become(unit.parameters, resting.ShardedParam)
+    def undo(self, *, again: bool = False) -> None:
+        """If a step of whole parameters raised, they are slices again. See `WholeStep.undo`."""
+        if self._whole:
+            self._whole.undo(again=again)
+            self._whole = None
+
+    def _restore(self) -> None:
+        while self._emptied:
+            p, gradient = self._emptied.pop()
+            increment_version(p)  # as on ranks where it is not empty
+            if p.grad is None:
+                p.grad = gradient
+        for unit in self.units:
+            if unit.state is State.SHARDED and unit.slices:
+                resting.become(unit.parameters, resting.ShardedParam)

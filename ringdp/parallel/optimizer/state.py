@@ -22,6 +22,7 @@ from ringdp.parallel.guards import sliced
 from ringdp.parallel.optimizer.kinds import needs_whole
 from ringdp.parallel.replicas import gather_json
 
+_SINGLE = "_ringdp_single"
 _TAKEN = WeakKeyDictionary[Optimizer, WeakSet[SliceOwner]]()  # whose slices each steps
 
 
@@ -83,10 +84,11 @@ def keep_slices(optimizer: Optimizer, units: Sequence[Slices]) -> None:
             for name, value in list(state.items()):
                 if not isinstance(value, Tensor):
                     continue
-                if is_per_element(name, value.shape, shape):
+                if is_per_element(name, value, shape):
                     state[name] = value.reshape(-1)[begin:end].clone()
-                elif not is_per_element(name, value.shape, torch.Size([end - begin])):
+                elif not is_per_element(name, value, (end - begin,)):
                     check_single(optimizer, name, value, entry.name)
+                    mark_single(value)
             if begin == end:
                 optimizer.state.pop(p, None)
 
@@ -126,20 +128,26 @@ def gathered(
     return dict(sorted(whole.items()))
 
 
-def is_per_element(name: str, shape: torch.Size, of: torch.Size) -> bool:
-    """Whether state of that shape has one value for each element of what has the shape `of`."""
-    return name != "step" and shape == of
+def is_per_element(name: str, value: Any, shape: Sequence[int]) -> bool:
+    """Whether state has one value for each element of what has that shape."""
+    tensor = isinstance(value, Tensor) and not hasattr(value, _SINGLE)
+    return tensor and name != "step" and (*value.shape,) == (*shape,)
+
+
+def mark_single(value: Tensor) -> None:
+    """It goes with all of a slice, although it may have the slice's shape: with a weight of
+    [d, 1], whose slice is [d], go Adafactor's sums of rows, [d]."""
+    setattr(value, _SINGLE, True)
 
 
 def check_single(optimizer: Optimizer, name: str, value: Tensor, parameter: str) -> None:
-    """Raise UsageError for state that has neither one value for each element nor one for all of a
-    slice; but an optimizer that steps whole parameters may have any."""
+    """Raise UsageError for state that is not one value, unless whole parameters are stepped."""
     if value.numel() > 1 and not needs_whole(optimizer):
         raise UsageError(
             f"the {type(optimizer).__name__}'s state {name!r} of parameter {parameter} has shape "
-            f"{list(value.shape)}, and this rank has a flat slice; allowed: one value for each "
-            "element, or one for all. If it looks at whole parameters, set the optimizer's "
-            "attribute needs_whole_parameters to True"
+            f"{list(value.shape)}; allowed where slices are stepped: one value for each element, "
+            "or one for all. If the optimizer looks at whole parameters, set its attribute "
+            "needs_whole_parameters to True"
         )
 
 
@@ -151,7 +159,7 @@ def _described(
         return None, None, value
     dtype = str(value.dtype).removeprefix("torch.")
     begin, end = unit.cut.spans[at]
-    if is_per_element(name, value.shape, torch.Size([end - begin])):
+    if is_per_element(name, value, (end - begin,)):
         return dtype, None, None
     check_single(optimizer, name, value, unit.plan.entries[at].name)
     return dtype, list(value.shape), value.tolist()
@@ -169,7 +177,7 @@ def _gather(
     own = torch.zeros(unit.plan.shard, dtype=dtype, device=unit.parameters[0].device)
     for p, (begin, end) in zip(unit.parameters, unit.cut.spans, strict=True):
         value = optimizer.state.get(p, {}).get(name)
-        if value is not None and value.shape == (end - begin,):
+        if is_per_element(name, value, (end - begin,)):
             own[begin:end] = value
     here = root in (None, comm.rank)
     full = own.new_empty(unit.plan.padded, device=own.device if here else "meta")

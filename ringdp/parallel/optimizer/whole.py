@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from ringdp.comm import Communicator
 from ringdp.parallel.cut import Slices
 from ringdp.parallel.guards.computed import set_data
-from ringdp.parallel.optimizer.state import is_per_element
+from ringdp.parallel.optimizer.state import is_per_element, mark_single
 from ringdp.parallel.replicas import gather_json
 
 State = dict[str, Any]
@@ -59,7 +59,8 @@ class WholeStep:
         self.comm, self.optimizer = comm, optimizer
         places = _places(units, optimizer, comm.size)
         self.moves = any(len(place.holders) > 1 for place in places)
-        self.exchange = Exchange(comm, units[0].parameters[0].device)
+        devices = [place.parameter.device for place in places]
+        self.exchange = Exchange(comm, devices[0] if devices else torch.device("cpu"))
         self.loans = {
             at: Loan(place, owner, p.data, p.grad, optimizer.state.get(p, {}))
             for at, (place, owner) in enumerate(
@@ -70,7 +71,7 @@ class WholeStep:
         whole = []
         for loan in self.loans.values():
             shape = loan.values.shape
-            slices = {k: v for k, v in loan.state.items() if _is_per_element(k, v, shape)}
+            slices = {k: v for k, v in loan.state.items() if is_per_element(k, v, shape)}
             values, gradient = (self._lend(loan, t) for t in (loan.values, loan.gradient))
             state = loan.state | {name: self._lend(loan, t) for name, t in slices.items()}
             whole.append((values, gradient, state))
@@ -111,11 +112,13 @@ class WholeStep:
         for loan, state in zip(self.loans.values(), states, strict=True):
             self._set(loan.place.parameter, loan.values, loan.gradient, state)
 
-    def undo(self) -> None:
+    def undo(self, *, again: bool) -> None:
         """Every rank has slices again, with the values and state from before the step. But what
-        lies on one rank keeps what the step has changed in its place."""
+        lies on one rank keeps what the step has changed in its place. Unless the step is tried
+        again, gradients are dropped: zero_grad may have been called, which only owners see."""
         for loan in self.loans.values():
-            self._set(loan.place.parameter, loan.values, loan.gradient, loan.state)
+            gradient = loan.gradient if again else None
+            self._set(loan.place.parameter, loan.values, gradient, loan.state)
 
     def _set(self, p: nn.Parameter, values: Tensor, gradient: Tensor | None, state: State) -> None:
         p.grad = None  # first, since it must have the shape of the values
@@ -127,9 +130,9 @@ class WholeStep:
             self.optimizer.state[p] = state
 
     def _tell(self) -> dict[int, list[Any]]:
-        """All owners' state by place: [name, dtype, shape, device] of tensors, or [name, value]."""
+        """The `_facts` of all owners' state, by place."""
         mine = [
-            [at, [*_facts(self.optimizer.state.get(loan.place.parameter, {}))]]
+            [at, [*_facts(self.optimizer.state.get(loan.place.parameter, {}), loan.place.shape)]]
             for at, loan in self.loans.items()
             if loan.owner == self.comm.rank and len(loan.place.holders) > 1
         ]
@@ -138,8 +141,8 @@ class WholeStep:
     def _return(self, loan: Loan) -> State:
         """On the owner: what it keeps of the state. Sends the others what is theirs."""
         p, shape, parts = loan.place
-        state = self.optimizer.state.get(p, {})
-        flat = {k: v.reshape(-1) for k, v in state.items() if _is_per_element(k, v, shape)}
+        state: State = self.optimizer.state.get(p, {})
+        flat = {k: v.reshape(-1) for k, v in state.items() if is_per_element(k, v, shape)}
         others = [rank for rank in loan.place.holders if rank != loan.owner]
         for rank in others:
             part = slice(*parts[rank])
@@ -151,6 +154,9 @@ class WholeStep:
         values = p.data.reshape(-1)[part]
         if values.data_ptr() != loan.values.data_ptr():
             loan.values.copy_(values)
+        for name, value in state.items():
+            if isinstance(value, Tensor) and name not in flat:
+                mark_single(value)
         return state | {k: v[part].clone() if others else v for k, v in flat.items()}
 
     def _receive(self, loan: Loan, facts: list[Any]) -> State:
@@ -162,11 +168,16 @@ class WholeStep:
                 (state[name],) = fact
                 continue
             dtype, shape, device = fact
-            if is_per_element(name, torch.Size(shape), loan.place.shape):
-                shape = loan.values.shape
             device = device if device == "cpu" else loan.values.device
-            state[name] = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-            self.exchange.receive(loan.owner, state[name])
+            value = loan.values.new_empty(
+                loan.values.shape if shape is None else shape,
+                dtype=getattr(torch, dtype),
+                device=device,
+            )
+            if shape is not None:
+                mark_single(value)
+            self.exchange.receive(loan.owner, value)
+            state[name] = value
         return state
 
 
@@ -191,15 +202,14 @@ def _owners(places: Sequence[Place], ranks: int) -> list[int]:
     return [owners[at] for at in range(len(places))]
 
 
-def _is_per_element(name: str, value: Any, shape: torch.Size) -> bool:
-    return isinstance(value, Tensor) and is_per_element(name, value.shape, shape)
-
-
-def _facts(state: State) -> Iterator[list[Any]]:
+def _facts(state: State, shape: torch.Size) -> Iterator[list[Any]]:
+    """Of a tensor [name, dtype, shape, device], with None for a value for each element of `shape`.
+    Of what is JSON [name, value]. Other objects stay on the owner."""
     for name, value in state.items():
         if isinstance(value, Tensor):
             dtype = str(value.dtype).removeprefix("torch.")
-            yield [name, dtype, [*value.shape], value.device.type]
+            single = None if is_per_element(name, value, shape) else [*value.shape]
+            yield [name, dtype, single, value.device.type]
         elif _is_json(value):
             yield [name, value]
 
@@ -207,7 +217,7 @@ def _facts(state: State) -> Iterator[list[Any]]:
 def _is_json(value: Any) -> bool:
     try:
         json.dumps(value)
-    except (TypeError, ValueError):  # an object of the optimizer's, which stays on the owner
+    except (TypeError, ValueError):
         return False
     return True
 

@@ -162,7 +162,7 @@ def wrong_shape(rank: int, w: Tensor) -> dict[str, Any]:
         (
             3,
             wrong_shape,
-            "state 'd' of parameter w has shape [3], where [16] is stepped; allowed: one",
+            "SGD's state 'd' of parameter w has shape [3]; allowed where slices are stepped: one",
         ),
     ],
 )
