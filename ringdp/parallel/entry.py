@@ -56,7 +56,7 @@ def shard(
 
     Parameters and buffers take rank 0's values; existing gradients are dropped. From stage 1 on a
     parameter is, between steps, the flat slice that this rank owns, possibly empty: create the
-    optimizer after this call (any element-wise one) on `model.parameters()`. After
+    optimizer after this call (not LBFGS) on `model.parameters()`. After
     `loss.backward()` the gradients are averaged over the ranks.
 
     Raises UsageError for an argument, or a model that cannot be sharded; ModelError where the

@@ -69,7 +69,7 @@ KEYS: dict[str, Any] = {
     "gradient_clipping": Key(1.0, "number"),  # 0: none
     "communication_data_type": Key(None, "dtype"),  # of gradients
     "steps_per_print": Key(None, "whole", 1),
-    # Any optimizer that steps element by element is taken.
+    # Any optimizer is taken that steps slices or whole parameters.
     "zero_allow_untested_optimizer": Key(True, "bool"),
     "zero_force_ds_cpu_optimizer": Key(False, "bool"),
     **_only(
