@@ -36,7 +36,7 @@ from ringdp.parallel.gathering import Gathering
 from ringdp.parallel.guards import copies, sliced, state_dict, steps, wrapped
 from ringdp.parallel.guards.unmanaged import Unmanaged
 from ringdp.parallel.optimizer import state as optim_state
-from ringdp.parallel.optimizer.kinds import check_slices
+from ringdp.parallel.optimizer.kinds import check_slices, needs_whole
 from ringdp.parallel.precision import Precision
 from ringdp.parallel.reducing import Reducing
 from ringdp.parallel.stages import Stage
@@ -85,7 +85,7 @@ class Engine:
         self.always_gathers_state = False  # optimizers' state_dict, also outside full_parameters
         self.closed = False
         me = weakref.proxy(self)  # torch holds it where the garbage collector cannot see it
-        self._handles = steps.listen(lambda o: me.before_step(o), lambda o: me.after_step(o))
+        self._handles = steps.listen(me)
         self._handles.append(wrapped.Refusal(model))
         weakref.finalize(self, _remove, self._handles)
         self.backwards = Backwards(self.gathering, self.reducing, self._handles)
@@ -195,10 +195,12 @@ class Engine:
         """Whether parameters are whole at all times, not only at rest."""
         return self._summoned or all(u.static for u in self.units)
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Before any optimizer's step. A forward may lack its backward, or have raised."""
+    def before_step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Before any optimizer's step: whether it needs whole parameters, of which this rank has
+        slices. A forward may lack its backward, or have raised."""
         if not steps.has_any(optimizer, self.units):
-            return  # other ranks may not step it, so the order of collectives must not depend on it
+            # Other ranks may not step it, so the order of collectives must not depend on it.
+            return False
         if self._summoned:
             raise UsageError("an optimizer steps within full_parameters(); step it after that")
         if self.stage.slices:
@@ -208,7 +210,8 @@ class Engine:
         self.backwards.settle()
         self.gathering.end(learn=False)
         self.gathering.let_write()
-        self.step.begin(optimizer)
+        self.step.begin()
+        return self.stage.slices and needs_whole(optimizer)
 
     def take(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer has these parameters: from now on its state_dict is of whole ones."""
@@ -222,7 +225,7 @@ class Engine:
         self.reducing.unreduced.check_none_waits(self.units, what)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.step.end(optimizer)
+        self.step.end()
 
     # ---- for the user
 

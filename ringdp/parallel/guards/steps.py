@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -17,18 +18,40 @@ from torch.optim.optimizer import (
 from ringdp.comm import Communicator
 from ringdp.errors import UsageError
 from ringdp.parallel.guards import resting, sliced
-from ringdp.parallel.optimizer.kinds import needs_whole
 from ringdp.parallel.optimizer.whole import WholeStep
 from ringdp.parallel.state import State
 from ringdp.parallel.unit import FlatUnit
 
 
-def listen(before: Callable[[Optimizer], None], after: Callable[[Optimizer], None]) -> list[Any]:
-    """Calls both around every step of any optimizer, until the returned handles are removed.
+class Stepped(Protocol):
+    """An engine. The user's step hooks run between `before_step` and `step.enter`, and between
+    `step.leave` and `after_step`."""
 
-    A closure that the step is given runs between an `after` and a `before`. In a step that is
-    compiled they run between graphs, which cannot hold a change of a parameter's class.
+    @property
+    def step(self) -> Step: ...
+
+    def before_step(self, optimizer: Optimizer) -> bool:
+        """Whether the step is to be entered."""
+
+    def after_step(self, optimizer: Optimizer) -> None: ...
+
+
+def listen(engine: Stepped) -> list[Any]:
+    """Calls these around every step of any optimizer, until the returned handles are removed.
+
+    A closure that the step is given runs between an `after_step` and a `before_step`. In a compiled
+    step they run between graphs, which cannot hold a change of a parameter's class.
     """
+    handles: list[Any] = []
+    own = WeakKeyDictionary[Optimizer, tuple[Any, Any]]()
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def enter(optimizer: Optimizer, *_: object) -> None:
+        engine.step.enter(optimizer)
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def leave(optimizer: Optimizer, *_: object) -> None:
+        engine.step.leave(optimizer)
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def begin(optimizer: Optimizer, args: Any, named: dict[str, Any]) -> tuple[Any, Any]:
@@ -37,21 +60,32 @@ def listen(before: Callable[[Optimizer], None], after: Callable[[Optimizer], Non
                 return given
 
             def closure() -> Any:
-                after(optimizer)
+                engine.step.leave(optimizer)
+                engine.after_step(optimizer)
                 loss = given()
-                before(optimizer)
+                if engine.before_step(optimizer):
+                    engine.step.enter(optimizer)
                 return loss
 
             return closure
 
-        before(optimizer)
+        if engine.before_step(optimizer):
+            if optimizer not in own:
+                pre, post = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
+                own[optimizer] = pre(enter), post(leave)
+                handles.extend(own[optimizer])
+            last, first = own[optimizer]  # between these two and the global ones are the user's
+            hooks: Any = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+            hooks[0].move_to_end(last.id)
+            hooks[1].move_to_end(first.id, last=False)
         return tuple(map(wrapped, args)), {name: wrapped(x) for name, x in named.items()}
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def end(optimizer: Optimizer, *_: object) -> None:
-        after(optimizer)
+        engine.after_step(optimizer)
 
-    return [register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)]
+    handles += register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)
+    return handles
 
 
 def has_any(optimizer: Optimizer, units: Sequence[FlatUnit]) -> bool:
@@ -78,10 +112,9 @@ class Step:
         # parameters without elements on this rank, and their gradients
         self._emptied: list[tuple[nn.Parameter, Tensor]] = []
 
-    def begin(self, optimizer: Optimizer) -> None:
-        """Make parameters and gradients ordinary tensors, whole ones if the optimizer needs these
-        (then this is collective), and take away gradients without elements, for which it would keep
-        state."""
+    def begin(self) -> None:
+        """Make parameters and gradients ordinary tensors, and take away gradients without elements,
+        for which an optimizer would keep state."""
         self.undo(again=True)
         self._restore()
         for unit in self.units:
@@ -92,16 +125,20 @@ class Step:
                 if p.grad is not None and not p.numel():
                     self._emptied.append((p, p.grad.new_empty(0)))  # which holds no memory
                     p.grad = None
-        sliced_units = [unit for unit in self.units if unit.slices]
-        if sliced_units and needs_whole(optimizer):
-            self._whole = WholeStep(self.comm, sliced_units, optimizer)
 
-    def end(self, optimizer: Optimizer) -> None:
-        """After any optimizer's step. Every rank has gradients of the same parameters again, for
-        their norms."""
+    def enter(self, optimizer: Optimizer) -> None:
+        """Make them whole. Collective."""
+        self._whole = WholeStep(self.comm, self.units, optimizer)
+
+    def leave(self, optimizer: Optimizer) -> None:
+        """Make them slices again if the optimizer has entered. Then this is collective."""
         if self._whole and self._whole.optimizer is optimizer:
             self._whole.end()
             self._whole = None
+
+    def end(self) -> None:
+        """After any optimizer's step. Every rank has gradients of the same parameters again, for
+        their norms."""
         self._restore()
 
     def undo(self, *, again: bool = False) -> None:

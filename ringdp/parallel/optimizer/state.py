@@ -86,7 +86,7 @@ def keep_slices(optimizer: Optimizer, units: Sequence[Slices]) -> None:
                     continue
                 if is_per_element(name, value, shape):
                     state[name] = value.reshape(-1)[begin:end].clone()
-                elif not is_per_element(name, value, (end - begin,)):
+                elif needs_whole(optimizer) or not is_per_element(name, value, (end - begin,)):
                     check_single(optimizer, name, value, entry.name)
                     mark_single(value)
             if begin == end:

@@ -105,7 +105,8 @@ def test_bits_are_those_of_one_process(comm: Communicator) -> None:
         engine.close()
 
 
-@on_ranks(4)
+@pytest.mark.parametrize("n", [1, 4])  # with one the rows of a [19, 1] have its slice's shape
+@on_ranks()
 def test_its_state_is_whole_in_a_state_dict(comm: Communicator) -> None:
     twin, engine = model(), ringdp.shard(model(), stage=3, comm=comm)
     exact, optimizer = (Centred(m.parameters()) for m in (twin, engine.model))
@@ -184,6 +185,34 @@ def test_a_step_that_raised_leaves_slices(comm: Communicator, tmp_path: Path) ->
     assert equal(whole_parameters(engine), twin.parameters())
     assert_state(state_of(engine, optimizer), exact.state_dict())
     engine.close()
+
+
+@on_ranks(2)
+def test_the_users_step_hooks_see_slices(comm: Communicator) -> None:
+    """So one clips, and one that reads whole parameters does not undo the step."""
+    twin, engine = net(), ringdp.shard(net(), stage=3, comm=comm)
+    seen: list[list[Tensor]] = []
+    exact, optimizer = (Centred(m.parameters()) for m in (twin, engine.model))
+    step(engine.model, optimizer, 0)  # from here on it has the engine's hooks
+    step(twin, exact, 0)
+
+    def clips(*_: object) -> None:
+        ringdp.clip_grad_norm_(engine, 1e-3)
+
+    def reads(*_: object) -> None:
+        seen.append(whole_parameters(engine))
+
+    optimizer.register_step_pre_hook(clips)
+    optimizer.register_step_post_hook(reads)
+    step(engine.model, optimizer, 1)
+    exact.zero_grad()
+    loss(twin, 1).backward()
+    nn.utils.clip_grad_norm_(twin.parameters(), 1e-3)
+    exact.step()
+    for mine, of_one in zip(seen[0], twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, of_one.detach())
+    engine.close()
+    assert len(optimizer._optimizer_step_pre_hooks) == 1
 
 
 @on_ranks(2)
