@@ -244,7 +244,9 @@ class Exchange:
     def run(self) -> None:
         """Collective."""
         sent, received = ([*chain.from_iterable(each)] for each in (self.sent, self.received))
-        given = torch.cat([_bytes(t.contiguous()) for t in sent] or [self._empty(0)])
+        given = torch.cat(
+            [_bytes(t.contiguous()).to(self.device) for t in sent] or [self._empty(0)]
+        )
         into = self._empty(sum(t.nbytes for t in received))
         self.comm.all_to_all_v(into, given, _sizes(self.received), _sizes(self.sent))
         for t, part in zip(received, torch.split(into, [t.nbytes for t in received]), strict=True):

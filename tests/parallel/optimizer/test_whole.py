@@ -18,7 +18,7 @@ import ringdp
 from ringdp import CheckpointError, Communicator, Engine, Offload, UsageError
 from ringdp.parallel.layout import layout
 from ringdp.parallel.optimizer.kinds import check_slices, needs_whole
-from ringdp.parallel.optimizer.whole import _owners, _places
+from ringdp.parallel.optimizer.whole import Exchange, _owners, _places
 from tests.equal import equal
 from tests.parallel.small import COMPUTE_IN_FLOAT64, batch, loss, net, step, whole_parameters
 from tests.ranks import on_ranks
@@ -262,6 +262,18 @@ def test_zero_redundancy_optimizer_gives_the_bits_of_the_whole_one(
     with pytest.raises(ZeroDivisionError):
         optimizer.step()
     assert equal(made.parameters(), twin.parameters())
+
+
+def test_state_on_another_device_moves_with_the_rest() -> None:
+    """As Adafactor's step, which is on the CPU, of a parameter that is not."""
+    given: list[Tensor] = []
+    comm: Any = SimpleNamespace(size=1, all_to_all_v=lambda _, sent, *sizes: given.append(sent))
+    exchange = Exchange(comm, torch.device("meta"))
+    exchange.send(0, torch.ones(2, 3, device="meta"))
+    exchange.send(0, torch.tensor(1.0))
+    exchange.run()
+    assert given[0].is_meta
+    assert given[0].shape == (7 * 4,)
 
 
 def test_owners_step_about_as_many_elements() -> None:
