@@ -35,7 +35,7 @@ from ringdp.parallel.checkpoint.spans import (
 )
 from ringdp.parallel.checkpoint.together import together
 from ringdp.parallel.engine import Engine
-from ringdp.parallel.optimizer.state import check_single, is_per_element
+from ringdp.parallel.optimizer.state import check_json, check_single, is_per_element
 from ringdp.parallel.replicas import gather_json
 
 NOT_WRITTEN = "the checkpoint was not written"
@@ -156,6 +156,7 @@ class _RankData:
             raise CheckpointError(f"the optimizer has state {name!r}; allowed: names without /")
         key = f"optimizer/{name}/{piece.name}"
         if not isinstance(value, Tensor):
+            check_json(optimizer, name, value, piece.name)
             self.scalars[key] = [*piece.writes, value]
         elif is_per_element(name, value, piece.rest.shape):
             self._tensor(key, piece.own(value), piece.shape, piece.writes)

@@ -7,6 +7,7 @@ whole state, of which each rank keeps its slices.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakSet
@@ -104,15 +105,22 @@ def gathered(
     the other ranks get meta tensors. Collective."""
     places = {id(p): (unit, at) for unit in units for at, p in enumerate(unit.parameters)}
     numbered = [p for group in optimizer.param_groups for p in group["params"]]
-    whole, mine = dict[Any, dict[str, Any]](), list[list[Any]]()
+    whole, mine, wrong = dict[Any, dict[str, Any]](), list[list[Any]](), ""
     for number, values in state.items():
-        if place := places.get(id(numbered[number])):
-            facts = [[name, *_described(optimizer, name, v, *place)] for name, v in values.items()]
-            mine += [[number, *fact] for fact in facts]
-        else:
+        if not (place := places.get(id(numbered[number]))):
             whole[number] = dict(values)
+            continue
+        for name, value in values.items():
+            try:
+                mine.append([number, name, *_described(optimizer, name, value, *place)])
+            except UsageError as e:  # raised on all ranks, of which others may lack this state
+                wrong = wrong or str(e)
     views: dict[tuple[int, str, str], list[Tensor]] = {}
-    for facts in gather_json(comm, mine):
+    every = gather_json(comm, [mine, wrong])
+    for _, wrong in every:
+        if wrong:
+            raise UsageError(wrong)
+    for facts, _ in every:
         for number, name, dtype, shape, value in facts:
             unit, at = places[id(numbered[number])]
             if name in whole.setdefault(number, {}):
@@ -151,11 +159,29 @@ def check_single(optimizer: Optimizer, name: str, value: Tensor, parameter: str)
         )
 
 
+def is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def check_json(optimizer: Optimizer, name: str, value: Any, parameter: str) -> None:
+    """Raise UsageError for state that is no tensor, and that no JSON holds."""
+    if not is_json(value):
+        raise UsageError(
+            f"the {type(optimizer).__name__}'s state {name!r} of parameter {parameter} is a "
+            f"{type(value).__name__} that is not JSON; allowed in what is saved: tensors, and JSON"
+        )
+
+
 def _described(
     optimizer: Optimizer, name: str, value: Any, unit: Slices, at: int
 ) -> tuple[str | None, list[int] | None, Any]:
     """(dtype, shape, value) as JSON; shape and value are None for state of each element."""
     if not isinstance(value, Tensor):
+        check_json(optimizer, name, value, unit.plan.entries[at].name)
         return None, None, value
     dtype = str(value.dtype).removeprefix("torch.")
     begin, end = unit.cut.spans[at]

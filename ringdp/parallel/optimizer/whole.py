@@ -9,7 +9,6 @@ parameter that lies on one rank does not move, and is stepped in its place.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
@@ -22,22 +21,20 @@ from torch.optim import Optimizer
 from ringdp.comm import Communicator
 from ringdp.parallel.cut import Slices
 from ringdp.parallel.guards.computed import set_data
-from ringdp.parallel.optimizer.state import is_per_element, mark_single
+from ringdp.parallel.optimizer.state import is_json, is_per_element, mark_single
 from ringdp.parallel.replicas import gather_json
 
 State = dict[str, Any]
 
 
 class Place(NamedTuple):
-    """A parameter that has elements. parts[r]: (begin, end) of rank r's."""
+    """A parameter that has elements, and the ranks that have some. parts[r]: (begin, end) of rank
+    r's."""
 
     parameter: nn.Parameter
     shape: torch.Size
     parts: list[tuple[int, int]]
-
-    @property
-    def holders(self) -> list[int]:
-        return [rank for rank, (begin, end) in enumerate(self.parts) if begin < end]
+    holders: list[int]
 
 
 class Loan(NamedTuple):
@@ -140,10 +137,10 @@ class WholeStep:
 
     def _return(self, loan: Loan) -> State:
         """On the owner: what it keeps of the state. Sends the others what is theirs."""
-        p, shape, parts = loan.place
+        p, shape, parts, holders = loan.place
         state: State = self.optimizer.state.get(p, {})
         flat = {k: v.reshape(-1) for k, v in state.items() if is_per_element(k, v, shape)}
-        others = [rank for rank in loan.place.holders if rank != loan.owner]
+        others = [rank for rank in holders if rank != loan.owner]
         for rank in others:
             part = slice(*parts[rank])
             self.exchange.send(rank, p.data.reshape(-1)[part])
@@ -184,12 +181,15 @@ class WholeStep:
 def _places(units: Sequence[Slices], optimizer: Optimizer, ranks: int) -> list[Place]:
     """The same on all ranks."""
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return [
-        Place(p, shape, [unit.plan.part(entry, rank) for rank in range(ranks)])
-        for unit in units
-        for entry, p, shape in zip(unit.plan.entries, unit.parameters, unit.cut.shapes, strict=True)
-        if id(p) in stepped and entry.elements
-    ]
+    places = []
+    for unit in units:
+        each = zip(unit.plan.entries, unit.parameters, unit.cut.shapes, strict=True)
+        for entry, p, shape in each:
+            if id(p) in stepped and entry.elements:
+                parts = [unit.plan.part(entry, rank) for rank in range(ranks)]
+                holders = [rank for rank, (begin, end) in enumerate(parts) if begin < end]
+                places.append(Place(p, shape, parts, holders))
+    return places
 
 
 def _owners(places: Sequence[Place], ranks: int) -> list[int]:
@@ -210,16 +210,8 @@ def _facts(state: State, shape: torch.Size) -> Iterator[list[Any]]:
             dtype = str(value.dtype).removeprefix("torch.")
             single = None if is_per_element(name, value, shape) else [*value.shape]
             yield [name, dtype, single, value.device.type]
-        elif _is_json(value):
+        elif is_json(value):
             yield [name, value]
-
-
-def _is_json(value: Any) -> bool:
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError):
-        return False
-    return True
 
 
 class Exchange:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -161,6 +162,19 @@ def loads(comm: Communicator, path: Path, stage: int) -> None:
 def test_a_checkpoint_loads_with_any_ranks_and_stage(ranks, tmp_path, wrote, reads) -> None:
     ranks(wrote[0])(saves, tmp_path, wrote[1])
     ranks(reads[0])(loads, tmp_path, reads[1])
+
+
+@on_ranks(4)
+def test_objects_that_only_the_owner_has_are_not_saved(comm: Communicator, tmp_path: Path) -> None:
+    engine = ringdp.shard(model(), stage=3, comm=comm)
+    optimizer = Centred([engine.model[2].bias], held=True)
+    train(engine.model, optimizer, 0)
+    for save in (state_of, partial(ringdp.save, tmp_path)):
+        with pytest.raises(
+            (UsageError, CheckpointError), match=r"'of' of parameter 2\.bias is a Sh"
+        ):
+            save(engine, optimizer)
+    engine.close()
 
 
 @on_ranks(2)
