@@ -116,11 +116,13 @@ def gathered(
             except UsageError as e:  # raised on all ranks, of which others may lack this state
                 wrong = wrong or str(e)
     views: dict[tuple[int, str, str], list[Tensor]] = {}
+    singles: list[list[tuple[Any, str, Tensor]]] = []
     every = gather_json(comm, [mine, wrong])
     for _, wrong in every:
         if wrong:
             raise UsageError(wrong)
     for facts, _ in every:
+        singles.append([])
         for number, name, dtype, shape, value in facts:
             unit, at = places[id(numbered[number])]
             if name in whole.setdefault(number, {}):
@@ -131,9 +133,30 @@ def gathered(
                     views[key] = _gather(comm, unit, optimizer, name, getattr(torch, dtype), root)
                 value = views[key][at]
             elif dtype is not None:
-                value = torch.tensor(value, dtype=getattr(torch, dtype), device="cpu").view(shape)
+                value = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
+                singles[-1].append((number, name, value))
             whole[number][name] = value
+    for number, name, value in singles[comm.rank]:
+        value.copy_(state[number][name])
+    _share(comm, [[value for *_, value in of_rank] for of_rank in singles])
     return dict(sorted(whole.items()))
+
+
+def _share(comm: Communicator, tensors: Sequence[Sequence[Tensor]]) -> None:
+    """Each rank has its own, tensors[rank], and gets the others. Collective."""
+    parts = [[as_bytes(t) for t in of_rank] for of_rank in tensors]
+    sizes = [sum(map(len, of_rank)) for of_rank in parts]
+    own = torch.cat(parts[comm.rank] or [torch.empty(0, dtype=torch.uint8, device="cpu")])
+    flat = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
+    comm.all_gather_v(flat, own, sizes)
+    every = [part for of_rank in parts for part in of_rank]
+    for part, found in zip(every, torch.split(flat, [*map(len, every)]), strict=True):
+        part.copy_(found)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A view of a contiguous tensor."""
+    return tensor.detach().view(-1).view(torch.uint8)
 
 
 def is_per_element(name: str, value: Any, shape: Sequence[int]) -> bool:
@@ -179,7 +202,7 @@ def check_json(optimizer: Optimizer, name: str, value: Any, parameter: str) -> N
 def _described(
     optimizer: Optimizer, name: str, value: Any, unit: Slices, at: int
 ) -> tuple[str | None, list[int] | None, Any]:
-    """(dtype, shape, value) as JSON; shape and value are None for state of each element."""
+    """(dtype, shape, value) as JSON. A tensor has no value, and for each element no shape."""
     if not isinstance(value, Tensor):
         check_json(optimizer, name, value, unit.plan.entries[at].name)
         return None, None, value
@@ -188,7 +211,7 @@ def _described(
     if is_per_element(name, value, (end - begin,)):
         return dtype, None, None
     check_single(optimizer, name, value, unit.plan.entries[at].name)
-    return dtype, list(value.shape), value.tolist()
+    return dtype, list(value.shape), None
 
 
 def _gather(

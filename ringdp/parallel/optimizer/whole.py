@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from ringdp.comm import Communicator
 from ringdp.parallel.cut import Slices
 from ringdp.parallel.guards.computed import set_data
-from ringdp.parallel.optimizer.state import is_json, is_per_element, mark_single
+from ringdp.parallel.optimizer.state import as_bytes, is_json, is_per_element, mark_single
 from ringdp.parallel.replicas import gather_json
 
 State = dict[str, Any]
@@ -237,12 +237,12 @@ class Exchange:
         """Collective."""
         sent, received = ([*chain.from_iterable(each)] for each in (self.sent, self.received))
         given = torch.cat(
-            [_bytes(t.contiguous()).to(self.device) for t in sent] or [self._empty(0)]
+            [as_bytes(t.contiguous()).to(self.device) for t in sent] or [self._empty(0)]
         )
         into = self._empty(sum(t.nbytes for t in received))
         self.comm.all_to_all_v(into, given, _sizes(self.received), _sizes(self.sent))
         for t, part in zip(received, torch.split(into, [t.nbytes for t in received]), strict=True):
-            _bytes(t).copy_(part)
+            as_bytes(t).copy_(part)
         self._begin()
 
     def _empty(self, size: int) -> Tensor:
@@ -251,7 +251,3 @@ class Exchange:
 
 def _sizes(each: Sequence[Sequence[Tensor]]) -> list[int]:
     return [sum(t.nbytes for t in tensors) for tensors in each]
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().view(-1).view(torch.uint8)
