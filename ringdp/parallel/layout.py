@@ -57,6 +57,14 @@ class Unit:
         begin = min(max(first, 0), entry.elements)
         return begin, min(max(first + self.shard, begin), entry.elements)
 
+    def parts(self, entry: Entry) -> dict[int, tuple[int, int]]:
+        """`part` of the ranks whose slice of `entry` is not empty, in order."""
+        if not entry.elements:
+            return {}
+        first, last = entry.offset, entry.offset + entry.elements - 1
+        ranks = range(first // self.shard, last // self.shard + 1)
+        return {rank: self.part(entry, rank) for rank in ranks}
+
     def owned(self, rank: int) -> list[int]:
         """The sizes of `rank`'s slices that are not empty."""
         parts = [self.local(e, rank) for e in self.entries]

@@ -46,6 +46,8 @@ def test_slices_cover_every_parameter_once_and_in_order(sizes, ranks):
                 assert len(part) == end - begin
             assert covered == list(range(entry.offset, entry.offset + n))
             assert parts == list(range(n))
+            every = {rank: unit.part(entry, rank) for rank in range(ranks)}
+            assert unit.parts(entry) == {r: (a, b) for r, (a, b) in every.items() if a < b}
 
 
 @given(SIZES, st.integers(1, 9))

@@ -28,13 +28,11 @@ State = dict[str, Any]
 
 
 class Place(NamedTuple):
-    """A parameter that has elements, and the ranks that have some. parts[r]: (begin, end) of rank
-    r's."""
+    """A parameter that has elements. parts[rank]: (begin, end) of that rank's, if it has some."""
 
     parameter: nn.Parameter
     shape: torch.Size
-    parts: list[tuple[int, int]]
-    holders: list[int]
+    parts: dict[int, tuple[int, int]]
 
 
 class Loan(NamedTuple):
@@ -54,8 +52,8 @@ class WholeStep:
     def __init__(self, comm: Communicator, units: Sequence[Slices], optimizer: Optimizer) -> None:
         """Collective. All ranks must have gradients of the same parameters."""
         self.comm, self.optimizer = comm, optimizer
-        places = _places(units, optimizer, comm.size)
-        self.moves = any(len(place.holders) > 1 for place in places)
+        places = _places(units, optimizer)
+        self.moves = any(len(place.parts) > 1 for place in places)
         devices = [place.parameter.device for place in places]
         self.exchange = Exchange(comm, devices[0] if devices else torch.device("cpu"))
         self.loans = {
@@ -63,7 +61,7 @@ class WholeStep:
             for at, (place, owner) in enumerate(
                 zip(places, _owners(places, comm.size), strict=True)
             )
-            if comm.rank in place.holders and (p := place.parameter).grad is not None
+            if comm.rank in place.parts and (p := place.parameter).grad is not None
         }
         whole = []
         for loan in self.loans.values():
@@ -84,11 +82,11 @@ class WholeStep:
         if loan.owner != me:
             self.exchange.send(loan.owner, own)
             return own
-        if place.holders == [me]:
+        if len(place.parts) == 1:
             return own.view(place.shape)
         whole = own.new_empty(place.shape.numel())
-        for rank in place.holders:
-            part = whole[slice(*place.parts[rank])]
+        for rank, span in place.parts.items():
+            part = whole[slice(*span)]
             if rank == me:
                 part.copy_(own)
             else:
@@ -131,16 +129,16 @@ class WholeStep:
         mine = [
             [at, [*_facts(self.optimizer.state.get(loan.place.parameter, {}), loan.place.shape)]]
             for at, loan in self.loans.items()
-            if loan.owner == self.comm.rank and len(loan.place.holders) > 1
+            if loan.owner == self.comm.rank and len(loan.place.parts) > 1
         ]
         return {at: facts for owned in gather_json(self.comm, mine) for at, facts in owned}
 
     def _return(self, loan: Loan) -> State:
         """On the owner: what it keeps of the state. Sends the others what is theirs."""
-        p, shape, parts, holders = loan.place
+        p, shape, parts = loan.place
         state: State = self.optimizer.state.get(p, {})
         flat = {k: v.reshape(-1) for k, v in state.items() if is_per_element(k, v, shape)}
-        others = [rank for rank in holders if rank != loan.owner]
+        others = [rank for rank in parts if rank != loan.owner]
         for rank in others:
             part = slice(*parts[rank])
             self.exchange.send(rank, p.data.reshape(-1)[part])
@@ -178,26 +176,24 @@ class WholeStep:
         return state
 
 
-def _places(units: Sequence[Slices], optimizer: Optimizer, ranks: int) -> list[Place]:
+def _places(units: Sequence[Slices], optimizer: Optimizer) -> list[Place]:
     """The same on all ranks."""
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    places = []
-    for unit in units:
-        each = zip(unit.plan.entries, unit.parameters, unit.cut.shapes, strict=True)
-        for entry, p, shape in each:
-            if id(p) in stepped and entry.elements:
-                parts = [unit.plan.part(entry, rank) for rank in range(ranks)]
-                holders = [rank for rank, (begin, end) in enumerate(parts) if begin < end]
-                places.append(Place(p, shape, parts, holders))
-    return places
+    return [
+        Place(p, shape, unit.plan.parts(entry))
+        for unit in units
+        for entry, p, shape in zip(unit.plan.entries, unit.parameters, unit.cut.shapes, strict=True)
+        if id(p) in stepped and entry.elements
+    ]
 
 
 def _owners(places: Sequence[Place], ranks: int) -> list[int]:
-    """Of the holders of each the one with the fewest elements to step; the largest choose first."""
+    """Of the ranks in each one's parts that with the fewest elements to step. Those on one rank
+    come first, then the largest."""
     load, owners = [0] * ranks, dict[int, int]()
-    order = sorted(enumerate(places), key=lambda x: (len(x[1].holders) > 1, -x[1].shape.numel()))
+    order = sorted(enumerate(places), key=lambda x: (len(x[1].parts) > 1, -x[1].shape.numel()))
     for at, place in order:
-        owners[at] = min(place.holders, key=load.__getitem__)
+        owners[at] = min(place.parts, key=load.__getitem__)
         load[owners[at]] += place.shape.numel()
     return [owners[at] for at in range(len(places))]
 

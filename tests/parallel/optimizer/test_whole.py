@@ -302,10 +302,10 @@ def test_owners_step_about_as_many_elements() -> None:
         for ps in [[nn.Parameter(torch.empty(e.elements)) for e in plan.entries]]
     ]
     optimizer = Centred(p for unit in units for p in unit.parameters)
-    places = _places(units, optimizer, 8)
+    places = _places(units, optimizer)
     load = Counter[int]()
     for place, owner in zip(places, _owners(places, 8), strict=True):
-        assert owner in place.holders
+        assert owner in place.parts
         load[owner] += place.shape.numel()
     assert max(load.values()) <= 1.25 * sum(load.values()) / 8
 
