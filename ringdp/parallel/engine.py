@@ -36,7 +36,7 @@ from ringdp.parallel.gathering import Gathering
 from ringdp.parallel.guards import copies, sliced, state_dict, steps, wrapped
 from ringdp.parallel.guards.unmanaged import Unmanaged
 from ringdp.parallel.optimizer import state as optim_state
-from ringdp.parallel.optimizer.kinds import check_slices, needs_whole
+from ringdp.parallel.optimizer.kinds import check_slices
 from ringdp.parallel.precision import Precision
 from ringdp.parallel.reducing import Reducing
 from ringdp.parallel.stages import Stage
@@ -196,8 +196,8 @@ class Engine:
         return self._summoned or all(u.static for u in self.units)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Before any optimizer's step: whether it needs whole parameters, of which this rank has
-        slices. A forward may lack its backward, or have raised."""
+        """Before any optimizer's step. A forward may lack its backward, or have raised. Returns
+        whether `step.enter` must follow."""
         if not steps.has_any(optimizer, self.units):
             # Other ranks may not step it, so the order of collectives must not depend on it.
             return False
@@ -210,8 +210,7 @@ class Engine:
         self.backwards.settle()
         self.gathering.end(learn=False)
         self.gathering.let_write()
-        self.step.begin()
-        return self.stage.slices and needs_whole(optimizer)
+        return self.step.begin(optimizer)
 
     def take(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer has these parameters: from now on its state_dict is of whole ones."""

@@ -18,20 +18,21 @@ from torch.optim.optimizer import (
 from ringdp.comm import Communicator
 from ringdp.errors import UsageError
 from ringdp.parallel.guards import resting, sliced
+from ringdp.parallel.optimizer.kinds import needs_whole
 from ringdp.parallel.optimizer.whole import WholeStep
 from ringdp.parallel.state import State
 from ringdp.parallel.unit import FlatUnit
 
 
 class Stepped(Protocol):
-    """An engine. The user's step hooks run between `before_step` and `step.enter`, and between
-    `step.leave` and `after_step`."""
+    """An engine. The optimizer's own step hooks, which are the user's, run between `before_step`
+    and `step.enter`, and between `step.leave` and `after_step`."""
 
     @property
     def step(self) -> Step: ...
 
     def before_step(self, optimizer: Optimizer) -> bool:
-        """Whether the step is to be entered."""
+        """Returns whether `step.enter` must follow."""
 
     def after_step(self, optimizer: Optimizer) -> None: ...
 
@@ -112,11 +113,18 @@ class Step:
         # parameters without elements on this rank, and their gradients
         self._emptied: list[tuple[nn.Parameter, Tensor]] = []
 
-    def begin(self) -> None:
-        """Make parameters and gradients ordinary tensors, and take away gradients without elements,
-        for which an optimizer would keep state."""
+    def begin(self, optimizer: Optimizer) -> bool:
+        """Make parameters and gradients ordinary tensors, unless the optimizer needs whole ones.
+        Then nothing is changed until `enter`, which must follow."""
         self.undo(again=True)
         self._restore()
+        whole = needs_whole(optimizer) and any(unit.slices for unit in self.units)
+        if not whole:
+            self._make_plain()
+        return whole
+
+    def _make_plain(self) -> None:
+        """Also take away gradients without elements, for which an optimizer would keep state."""
         for unit in self.units:
             resting.become(unit.parameters, nn.Parameter)
             for p in unit.parameters if unit.slices else ():
@@ -127,14 +135,16 @@ class Step:
                     p.grad = None
 
     def enter(self, optimizer: Optimizer) -> None:
-        """Make them whole. Collective."""
+        """Make parameters and gradients ordinary tensors, and whole. Collective."""
+        self._make_plain()
         self._whole = WholeStep(self.comm, self.units, optimizer)
 
     def leave(self, optimizer: Optimizer) -> None:
-        """Make them slices again if the optimizer has entered. Then this is collective."""
+        """Make them slices at rest if the optimizer has entered. Then this is collective."""
         if self._whole and self._whole.optimizer is optimizer:
             self._whole.end()
             self._whole = None
+            self._restore()
 
     def end(self) -> None:
         """After any optimizer's step. Every rank has gradients of the same parameters again, for
