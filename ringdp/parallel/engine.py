@@ -58,11 +58,12 @@ class Engine:
         ledger: Ledger,
         precision: Precision,
         *,
+        chosen: Iterable[nn.Module],
         kept: Iterable[int],
         prefetch_bytes: int | None,
         overlap: bool,
     ) -> None:
-        """Collective: creates two communicators. `kept`: see `Gathering`."""
+        """Collective: creates two communicators. `chosen`: of `find_units`; `kept`: `Gathering`."""
         self.model, self.stage, self.units, self.ledger = model, stage, units, ledger
         self.comm = comm = ledger.comm
         of: dict[nn.Module, list[int]] = {}
@@ -94,7 +95,7 @@ class Engine:
         for module, indices in of.items():
             self._follow(module, indices, UnitOutputs(module, [units[i] for i in indices], of))
         move_inputs(model, self.device, add_hook)
-        cast_at(model, of, precision, self.computes, add_hook)
+        cast_at(model, chosen, precision, self.computes, add_hook)
         state_dict.guard(model, whole, lambda: whole() and self._writes, add_hook)
         state_dict.own_storages(model, units, add_hook)
         parameters = [p for unit in units for p in unit.parameters]

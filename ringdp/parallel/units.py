@@ -58,8 +58,10 @@ def find_units(
     *,
     persist_below: int = 0,
     precision: Precision | None = None,
-) -> list[UnitSpec]:
-    """The root's units, then the others in order of registration; only the root may be empty.
+) -> tuple[list[UnitSpec], set[nn.Module]]:
+    """The root's units, then the others in order of registration; only the root may be empty. And
+    the model and the modules chosen as units, even if the root has all of their parameters; without
+    those that have none.
 
     `rule`: a module class, several, a predicate, or a number: the outermost modules of at most that
     many elements; or the set of modules, chosen by hand. Without a rule every entry of a ModuleList
@@ -102,7 +104,7 @@ def find_units(
         for kind, parameters in owned.get(module, {}).items()
     ]
     _check_casts(found)
-    return found
+    return found, {m for m in chosen if m is model or next(m.parameters(), None) is not None}
 
 
 def _check_casts(units: Iterable[UnitSpec]) -> None:

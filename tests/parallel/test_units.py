@@ -12,7 +12,7 @@ from ringdp.parallel.units import find_units
 
 
 def owned(model: nn.Module, rule=None) -> dict[str, list[str]]:
-    return {f.name: [n for n, _ in f.parameters] for f in find_units(model, rule)}
+    return {f.name: [n for n, _ in f.parameters] for f in find_units(model, rule)[0]}
 
 
 def linear() -> nn.Linear:
