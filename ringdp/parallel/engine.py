@@ -315,6 +315,8 @@ class Engine:
 
         From stage 1 on the parameters stay slices, with which the model cannot run. Inside
         `full_parameters`, or in stage 0, they stay whole: the model is an ordinary one again.
+        Gradients that are slices are dropped then, and an optimizer whose state is of slices
+        refuses to step, until it loads whole state.
         """
         if self.closed:
             return
@@ -323,6 +325,8 @@ class Engine:
         whole = self._rests_whole()
         if whole:
             copies.unmark(self.model)
+            if self.stage.slices:
+                optim_state.leave(self)
         _remove(self._handles)
         with closing(self.reducing.comm), closing(self.gathering.comm):
             ended = self.reducing.comm.ended or self.gathering.comm.ended

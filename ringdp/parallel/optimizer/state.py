@@ -24,6 +24,7 @@ from ringdp.parallel.replicas import gather_json
 
 _SINGLE = "_ringdp_single"
 _TAKEN = WeakKeyDictionary[Optimizer, WeakSet[SliceOwner]]()  # whose slices each steps
+_LEFT = WeakSet[Optimizer]()  # these keep state of slices, where parameters are whole by now
 
 
 def take(optimizer: Optimizer, owner: SliceOwner) -> None:
@@ -32,13 +33,35 @@ def take(optimizer: Optimizer, owner: SliceOwner) -> None:
     if owner in _TAKEN.get(optimizer, ()):
         return
     keep_slices(optimizer, owner.units)
+    _LEFT.discard(optimizer)
     # A wrapper of another optimizer, such as timm's Lookahead, may leave out Optimizer.__init__. It
     # has no hooks then, and its state_dict is that of the other one.
     if optimizer not in _TAKEN and hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
         optimizer.register_state_dict_post_hook(_saved)
         optimizer.register_load_state_dict_post_hook(_loaded)
+        optimizer.register_step_pre_hook(_check_state)
         optimizer.__getstate__ = refuse_copy  # type: ignore[method-assign]
     _TAKEN.setdefault(optimizer, WeakSet()).add(owner)
+
+
+def leave(owner: SliceOwner) -> None:
+    """Its parameters are whole from now on. Gradients and optimizers' states are not: drop and
+    refuse them."""
+    parameters = [p for unit in owner.units for p in unit.parameters]
+    sliced.forget(parameters)
+    for p in parameters:
+        p.grad = None
+    _LEFT.update(o for o, owners in _TAKEN.items() if owner in owners and any(o.state.values()))
+
+
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def _check_state(optimizer: Optimizer, *_: object) -> None:
+    if optimizer in _LEFT:
+        raise UsageError(
+            "an optimizer steps a model that close() has left whole, with state of this rank's "
+            "flat slices of it. Let it, or another one, load the state_dict() that it had within "
+            "full_parameters() before the close(), or go on with another one from no state"
+        )
 
 
 def _owners(optimizer: Optimizer) -> list[SliceOwner | None]:
@@ -46,7 +69,7 @@ def _owners(optimizer: Optimizer) -> list[SliceOwner | None]:
 
 
 def _saved(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    for engine in _owners(optimizer) or [None]:  # none: they are whole by now, its state is not
+    for engine in _owners(optimizer) or [None] * (optimizer in _LEFT):
         if engine is None or engine.closed or not engine.gathers_state:
             raise UsageError(
                 "state_dict of a sharded model's optimizer: what it keeps is of this rank's flat "
@@ -67,6 +90,7 @@ def refuse_copy() -> NoReturn:
 
 
 def _loaded(optimizer: Optimizer) -> None:
+    _LEFT.discard(optimizer)
     for engine in _owners(optimizer):
         if engine is not None and not engine.closed:
             keep_slices(optimizer, engine.units)

@@ -193,6 +193,32 @@ def test_the_state_dict_is_gathered_by_the_models_current_engine(comm: Communica
     engine.close()
 
 
+@pytest.mark.parametrize("loads", [True, False])
+@on_ranks(2)
+def test_state_of_slices_does_not_step_a_model_left_whole(comm: Communicator, loads: bool) -> None:
+    """It may load its whole state, and is then an ordinary optimizer."""
+    model, twin = net(), net()
+    exact = torch.optim.Adam(twin.parameters())
+    engine = ringdp.shard(model, stage=2, comm=comm)
+    optimizer = torch.optim.Adam(model.parameters())
+    step(model, optimizer, 0)
+    step(twin, exact, 0)
+    with engine.full_parameters():
+        state = optimizer.state_dict()
+        engine.close()
+    if loads:
+        optimizer.load_state_dict(state)
+        step(model, optimizer, 1)
+        step(twin, exact, 1)
+        assert_same(optimizer.state_dict(), exact.state_dict())
+        torch.testing.assert_close([*model.parameters()], [*twin.parameters()])
+    else:
+        with pytest.raises(UsageError, match=r"steps a model that close\(\) has left whole"):
+            step(model, optimizer, 1)
+        with pytest.raises(UsageError, match="flat slices"):
+            optimizer.state_dict()
+
+
 @on_ranks(2)
 def test_state_of_unsharded_parameters_is_left_unchanged(comm: Communicator) -> None:
     model, other = net(), nn.Parameter(torch.ones(2))
