@@ -75,26 +75,26 @@ class Step:
     def __init__(self, comm: Communicator, units: Sequence[FlatUnit]) -> None:
         self.comm, self.units = comm, units
         self._whole: WholeStep | None = None
-        # parameters without elements on this rank, and their gradients
+        # parameters with elements on other ranks only, and their gradients
         self._emptied: list[tuple[nn.Parameter, Tensor]] = []
 
     def begin(self, optimizer: Optimizer) -> None:
         """Make parameters and gradients ordinary tensors, whole ones if the optimizer needs these
-        (then this is collective), and take away gradients without elements, for which it would keep
-        state."""
+        (then this is collective), and take away gradients of those with elements on other ranks
+        only, for which it would keep state."""
         self.undo(again=True)
         self._restore()
         for unit in self.units:
             resting.become(unit.parameters, nn.Parameter)
-            for p in unit.parameters if unit.slices else ():
+            entries = unit.plan.entries if unit.slices else ()
+            for p, entry in zip(unit.parameters, entries, strict=False):
                 if isinstance(p.grad, sliced.Slice):
                     p.grad.__class__ = Tensor  # type: ignore[assignment]
-                if p.grad is not None and not p.numel():
+                if p.grad is not None and entry.elements and not p.numel():
                     self._emptied.append((p, p.grad.new_empty(0)))  # which holds no memory
                     p.grad = None
-        sliced_units = [unit for unit in self.units if unit.slices]
-        if sliced_units and needs_whole(optimizer):
-            self._whole = WholeStep(self.comm, sliced_units, optimizer)
+        if self.units[0].slices and needs_whole(optimizer):
+            self._whole = WholeStep(self.comm, self.units, optimizer)
 
     def end(self, optimizer: Optimizer) -> None:
         """After any optimizer's step. Every rank has gradients of the same parameters again, for

@@ -29,15 +29,13 @@ State = dict[str, Any]
 
 
 class Place(NamedTuple):
-    """A parameter that has elements. parts[r]: (begin, end) of rank r's."""
+    """Where a parameter is. parts[r]: (begin, end) of rank r's elements. holders: the ranks that
+    have any; but one without elements is every rank's own."""
 
     parameter: nn.Parameter
     shape: torch.Size
     parts: list[tuple[int, int]]
-
-    @property
-    def holders(self) -> list[int]:
-        return [rank for rank, (begin, end) in enumerate(self.parts) if begin < end]
+    holders: list[int]
 
 
 class Loan(NamedTuple):
@@ -57,7 +55,7 @@ class WholeStep:
     def __init__(self, comm: Communicator, units: Sequence[Slices], optimizer: Optimizer) -> None:
         """Collective. All ranks must have gradients of the same parameters."""
         self.comm, self.optimizer = comm, optimizer
-        places = _places(units, optimizer, comm.size)
+        places = _places(units, optimizer, comm)
         self.moves = any(len(place.holders) > 1 for place in places)
         devices = [place.parameter.device for place in places]
         self.exchange = Exchange(comm, devices[0] if devices else torch.device("cpu"))
@@ -181,15 +179,17 @@ class WholeStep:
         return state
 
 
-def _places(units: Sequence[Slices], optimizer: Optimizer, ranks: int) -> list[Place]:
-    """The same on all ranks."""
-    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return [
-        Place(p, shape, [unit.plan.part(entry, rank) for rank in range(ranks)])
-        for unit in units
-        for entry, p, shape in zip(unit.plan.entries, unit.parameters, unit.cut.shapes, strict=True)
-        if id(p) in stepped and entry.elements
-    ]
+def _places(units: Sequence[Slices], optimizer: Optimizer, comm: Communicator) -> list[Place]:
+    """In the same order on all ranks."""
+    stepped, places = {id(p) for group in optimizer.param_groups for p in group["params"]}, []
+    for unit in units:
+        plan, shapes = unit.plan, unit.cut.shapes
+        for entry, p, shape in zip(plan.entries, unit.parameters, shapes, strict=True):
+            if id(p) in stepped:
+                parts = [plan.part(entry, rank) for rank in range(comm.size)]
+                holders = [rank for rank, (begin, end) in enumerate(parts) if begin < end]
+                places.append(Place(p, shape, parts, holders or [comm.rank]))
+    return places
 
 
 def _owners(places: Sequence[Place], ranks: int) -> list[int]:
@@ -244,7 +244,7 @@ class Exchange:
     def run(self) -> None:
         """Collective."""
         sent, received = ([*chain.from_iterable(each)] for each in (self.sent, self.received))
-        given = torch.cat([_bytes(t.contiguous()) for t in sent] or [self._empty(0)])
+        given = torch.cat([self._empty(0), *(_bytes(t.contiguous()).to(self.device) for t in sent)])
         into = self._empty(sum(t.nbytes for t in received))
         self.comm.all_to_all_v(into, given, _sizes(self.received), _sizes(self.sent))
         for t, part in zip(received, torch.split(into, [t.nbytes for t in received]), strict=True):
