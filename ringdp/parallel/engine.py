@@ -201,7 +201,7 @@ class Engine:
         if not steps.has_any(optimizer, self.units):
             return  # other ranks may not step it, so the order of collectives must not depend on it
         if self._summoned:
-            raise UsageError("an optimizer steps within full_parameters(); step it after that")
+            steps.refuse_within()
         if self.stage.slices:
             check_slices(optimizer, f"in stage {self.stage.number}", "or stage 0")
         self.check_reduced("the optimizer steps")

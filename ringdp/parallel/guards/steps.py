@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +67,14 @@ def has_any(optimizer: Optimizer, units: Sequence[FlatUnit]) -> bool:
             "rest in. Make it before the forward, or after backward"
         )
     return not stepped.isdisjoint(ours)
+
+
+def refuse_within() -> NoReturn:
+    raise UsageError(
+        "an optimizer steps within full_parameters(); step it after that. If it was a function of "
+        "torch's, such as set_state_dict, which steps one that has no state yet, call the "
+        "optimizer's own state_dict() or load_state_dict()"
+    )
 
 
 class Step:

@@ -113,7 +113,7 @@ def keep_slices(optimizer: Optimizer, units: Sequence[Slices]) -> None:
                 elif not is_per_element(name, value, (end - begin,)):
                     check_single(optimizer, name, value, entry.name)
                     mark_single(value)
-            if begin == end:
+            if entry.elements and begin == end:
                 optimizer.state.pop(p, None)
 
 

@@ -262,6 +262,21 @@ def test_parameters_without_elements_have_state(
         e.close()
 
 
+@on_ranks(1)
+def test_torchs_functions_of_an_optimizer_without_state_name_its_own(comm: Communicator) -> None:
+    """Torch's make the state by a step."""
+    model, twin = net(), net()
+    exact = torch.optim.Adam(twin.parameters())
+    step(twin, exact, 0)
+    engine = ringdp.shard(model, stage=3, comm=comm)
+    optimizer = torch.optim.Adam(model.parameters())
+    with engine.full_parameters(write=True):
+        saved = get_optimizer_state_dict(twin, exact)
+        with pytest.raises(UsageError, match=r"optimizer's own state_dict\(\) or load_state_dict"):
+            set_optimizer_state_dict(model, optimizer, saved)
+    engine.close()
+
+
 @on_ranks(2)
 def test_state_of_unsharded_parameters_is_left_unchanged(comm: Communicator) -> None:
     model, other = net(), nn.Parameter(torch.ones(2))
