@@ -86,7 +86,7 @@ class Engine:
         self.always_gathers_state = False  # optimizers' state_dict, also outside full_parameters
         self.closed = False
         me = weakref.proxy(self)  # torch holds it where the garbage collector cannot see it
-        self._handles = steps.listen(lambda o: me.before_step(o), lambda o: me.after_step(o))
+        self._handles = steps.listen(lambda o: me.before_step(o), lambda o: me.step.end(o))
         self._handles.append(wrapped.Refusal(model))
         weakref.finalize(self, _remove, self._handles)
         self.backwards = Backwards(self.gathering, self.reducing, self._handles)
@@ -221,9 +221,6 @@ class Engine:
         are not reduced."""
         self.backwards.check_over(what)
         self.reducing.unreduced.check_none_waits(self.units, what)
-
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.step.end(optimizer)
 
     # ---- for the user
 

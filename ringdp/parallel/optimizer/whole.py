@@ -138,10 +138,10 @@ class WholeStep:
 
     def _return(self, loan: Loan) -> State:
         """On the owner: what it keeps of the state. Sends the others what is theirs."""
-        p, shape, parts = loan.place
+        p, shape, parts, holders = loan.place
         state: State = self.optimizer.state.get(p, {})
         flat = {k: v.reshape(-1) for k, v in state.items() if is_per_element(k, v, shape)}
-        others = [rank for rank in loan.place.holders if rank != loan.owner]
+        others = [rank for rank in holders if rank != loan.owner]
         for rank in others:
             part = slice(*parts[rank])
             self.exchange.send(rank, p.data.reshape(-1)[part])

@@ -125,7 +125,7 @@ def test_its_state_is_whole_in_a_state_dict(comm: Communicator) -> None:
 
 
 def assert_state(found: dict[str, Any], exact: dict[str, Any]) -> None:
-    torch.testing.assert_close(found, exact, rtol=0, atol=0)
+    torch.testing.assert_close(found, exact, rtol=0, atol=0, equal_nan=True)
 
 
 def saves(comm: Communicator, path: Path, stage: int) -> None:
