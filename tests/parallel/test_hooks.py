@@ -38,6 +38,10 @@ def take_away(p: Tensor) -> None:
     p.grad = None
 
 
+def freeze(p: Tensor) -> None:
+    p.requires_grad_(False)
+
+
 def hooks_of_tensors(model: nn.Module, parameters: list[nn.Parameter]) -> None:
     shapes = []
     for p in parameters:
@@ -55,6 +59,11 @@ def hooks_after(model: nn.Module, parameters: list[nn.Parameter]) -> None:
 
 def hook_that_takes_away(model: nn.Module, parameters: list[nn.Parameter]) -> None:
     parameters[2].register_post_accumulate_grad_hook(take_away)
+    loss(model).backward()
+
+
+def hook_that_freezes(model: nn.Module, parameters: list[nn.Parameter]) -> None:
+    parameters[2].register_post_accumulate_grad_hook(freeze)
     loss(model).backward()
 
 
@@ -110,6 +119,7 @@ LOOPS: list[Loop] = [
     hooks_of_tensors,
     hooks_after,
     hook_that_takes_away,
+    hook_that_freezes,
     hooks_removed,
     another_after_one_that_raises,
     a_hook_that_raises,
