@@ -91,7 +91,6 @@ def find_units(
                     "another dtype; let keep_fp32 name both of their modules, or none"
                 )
     owned: dict[nn.Module, dict[tuple[Dtypes, bool], list[tuple[str, nn.Parameter]]]] = {model: {}}
-    names = {m: name for name, m in model.named_modules() if m in chosen}
     for name, p in model.named_parameters():
         (unit,) = owners[p] if len(owners[p]) == 1 else (model,)
         home = model if p.numel() < persist_below else unit
@@ -100,7 +99,7 @@ def find_units(
         owned[model][Dtypes(*3 * [torch.float32]), False] = []
     found = [
         UnitSpec(name, module, parameters, *kind)
-        for module, name in names.items()
+        for name, module in model.named_modules()
         for kind, parameters in owned.get(module, {}).items()
     ]
     _check_casts(found)
