@@ -107,6 +107,13 @@ def test_a_unit_registered_twice_is_one():
     assert owned(nn.Sequential(a, linear(), a)) == {"": [], "0": ["0.weight"], "1": ["1.weight"]}
 
 
+def test_frozen_parameters_have_no_gradients_to_be_cast():
+    model, casts = nn.Sequential(linear().half()), ringdp.Precision(torch.float64, torch.float32)
+    with pytest.raises(ringdp.UsageError, match="would round twice"):
+        find_units(model, None, precision=casts)
+    assert len(find_units(model.requires_grad_(False), None, precision=casts)) == 2
+
+
 @pytest.mark.parametrize(
     ("model", "rule", "message"),
     [
