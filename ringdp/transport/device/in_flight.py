@@ -28,11 +28,11 @@ from torch.distributed.distributed_c10d import Store
 from ringdp import _core
 from ringdp.errors import UsageError
 from ringdp.transport.base import Failure, FailureKind, Stamped, Transport
-from ringdp.transport.c10d.transport import C10dTransport, Failed, attempt
+from ringdp.transport.c10d.transport import C10dTransport, attempt
 from ringdp.transport.device.launch_queue import leave
 from ringdp.transport.device.streams import End, streams
 from ringdp.transport.records import Call
-from ringdp.transport.store.failures import LOOK
+from ringdp.transport.store.failures import LOOK, Failed
 from ringdp.transport.store.handshake import Handshake
 
 PATIENCE = 5.0  # seconds that an abort may take before it is abandoned: it can hang as well

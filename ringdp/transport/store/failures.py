@@ -30,6 +30,20 @@ LOOK = 0.1  # seconds between looks into the store
 LAST_LOOKS = 5  # before a rank that has closed is lost: its last messages may be in flight
 
 
+class Failed(Exception):
+    """A `Failure` that this rank has found, for `Failures.fail`."""
+
+    def __init__(
+        self,
+        kind: FailureKind,
+        rank: int,
+        expected: Stamp = NOTHING,
+        found: Stamp = NOTHING,
+        why: str = "",
+    ) -> None:
+        self.report = kind, rank, expected, found, why
+
+
 class Failures:
     """The communicator's first failure, as far as this rank knows, and what it waits for.
 
