@@ -135,7 +135,7 @@ class Moves(Issuer):
                 piece = without_overlap(piece, buffer, same(buffer[self._part(shards)], input))
             return self._issue(Job(by, bounds_of(shards), buffer, piece, finish), spec)
         cuts, part = own_bounds(shards, by)
-        if out is None and part == slice(0, cuts[-1]) and not by.changes:
+        if out is None and not by.changes:  # then it reads this rank's part alone
             buffer = flat(input).data
         else:
             buffer = out.data if out else empty(cuts[-1], input)
