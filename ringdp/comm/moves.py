@@ -193,8 +193,7 @@ class Moves(Issuer):
             return self._issue(Job(by, bounds, given, out.data, out.copy_back), spec)
         cuts, part = own_bounds(shards, by)
         if source:
-            copied = source.original is not None
-            buffer = source.data if copied or not by.changes else source.data.clone()
+            buffer = source.data.clone() if by.changes else source.data
         elif part == slice(0, cuts[-1]):
             buffer = out.data
         else:
