@@ -133,7 +133,7 @@ class Failures:
         those that it waits for, and all that had not finished the collective that it runs."""
         if self.failure is not None:
             return
-        waiting = dict(list(self._waiting.items()))
+        waiting = self._waiting.copy()
         try:
             failed, closed = self._store.ask(partial(self._found, waiting, collective))
         except StoreSilent:
@@ -144,7 +144,7 @@ class Failures:
             return
         if failed is not None:
             with self.lock:
-                self.failure = self.failure or _parsed(failed, self.rank, self.ranks)
+                self.failure = self.failure or failed
             self._ring()
             return
         self._closed = {key: self._closed.get(key, 0) + 1 for key in closed}
@@ -154,10 +154,10 @@ class Failures:
 
     def _found(
         self, waiting: dict[int, int], collective: int | None, store: Store
-    ) -> tuple[bytes | None, list[tuple[int, int]]]:
+    ) -> tuple[Failure | None, list[tuple[int, int]]]:
         """Return the reported failure, and the keys of `_closed` for ranks that have closed."""
-        if store.check(["failed"]):
-            return store.get("failed"), []
+        if failed := failure_in(store, self.ranks, self.rank):
+            return failed, []
         closed = [(key, rank) for key, rank in waiting.items() if self._closed_in(rank, store)]
         if collective is not None and store.check(["closed"]):
             closed += [(-1 - collective, r) for r in self._without(collective, store)]
@@ -171,11 +171,9 @@ class Failures:
                 yield rank
 
 
-def failure_in(store: Store, ranks: int) -> Failure | None:
-    """Return the failure, if any, of the transport that uses this store."""
-    if not store.check(["failed"]):
-        return None
-    return _parsed(store.get("failed"), 0, ranks)
+def failure_in(store: Store, ranks: int, here: int = 0) -> Failure | None:
+    """Return the failure, if any, of the transport that uses this store, as seen by rank `here`."""
+    return _parsed(store.get("failed"), here, ranks) if store.check(["failed"]) else None
 
 
 def some_rank(rank: int, here: int) -> int:
