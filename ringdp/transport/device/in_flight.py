@@ -10,6 +10,7 @@ been raised by no call by then, it is reported and the process exits with 1.
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -180,7 +181,7 @@ class Watching(C10dTransport):
         self._streams.watch()
         while self._failures.failure is None:
             # a graph replay notifies nobody, so poll
-            self._failures.wait_until(self._busy, LOOK if self._captured else None)
+            self._failures.wait_until(self._busy, LOOK if self._captured else math.inf)
             with self._translated():
                 self._reap()
                 self._check_health()

@@ -12,6 +12,7 @@ as waiting callers have a timeout.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -84,7 +85,7 @@ class Failures:
             self.failure = failure  # not before: a waiting thread raises what it sees here
         self._ring()
 
-    def wait_until(self, holds: Callable[[], object], timeout: float | None = None) -> None:
+    def wait_until(self, holds: Callable[[], object], timeout: float = math.inf) -> None:
         """Return when `holds()` is true or there is a failure, or after `timeout` seconds."""
         self.changed.wait_for(lambda: self.failure or holds(), timeout)
 
