@@ -44,8 +44,9 @@ class RankError(RingdpError):
     """A rank raised or died. The message is for the user, the rank's traceback first."""
 
 
-class SignalError(RingdpError):
-    """A signal asked for the end; all ranks have ended."""
+class SignalError(BaseException):
+    """A signal asked for the end; all ranks have ended. Like KeyboardInterrupt it is no Exception,
+    so that a library in whose code it arrives does not take it for an error of its own."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"ringdp: ended by {signal.Signals(signum).name}; every rank has ended")
