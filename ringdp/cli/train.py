@@ -9,8 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from ringdp.cli import modes, text
-from ringdp.cli.console import counted, say, say_written
-from ringdp.cli.files import write_json
+from ringdp.cli.console import counted, finish, say, say_written
 from ringdp.cli.gpus import check_transport
 from ringdp.cli.launch import Entry, launch, signals_raised, warm_up
 from ringdp.cli.options import Options, check
@@ -56,11 +55,7 @@ def run(options: Options, console: Console, *, entry: Entry[Job, list[Record]] =
         found = [to_json(run) for run in ranks[0]]
         problems = complaints(ranks, reference)
         report = partial(show, console, ranks[0], reference, problems)
-    try:
-        write_json(options.json, found[0] if len(found) == 1 else found)
-    finally:  # even where the disk is full
-        report()
-    say_written(console, options.json)
+    finish(console, options.json, found[0] if len(found) == 1 else found, report)
     if options.trace is not None and not traced():
         return 1
     and_then = f"; `ringdp report {options.trace} --html FILE` makes a page of it"
