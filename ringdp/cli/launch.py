@@ -250,21 +250,29 @@ def _interrupts_blocked() -> Iterator[None]:
 
 
 @contextmanager
-def signals_raised() -> Iterator[None]:
+def signals_raised() -> Iterator[Callable[[], None]]:
     """Raise SignalError at the first signal of ENDING; ignore later ones while the ranks end.
 
-    A signal that is ignored stays so: `nohup` ignores SIGHUP.
+    Python drops what is raised in a callback of its own, as every import has some. So call what
+    this yields now and then: it raises again. A signal that is ignored stays so: `nohup` ignores
+    SIGHUP.
     """
+    came: list[int] = []
 
     def end(signum: int, frame: FrameType | None) -> None:
         for other in ENDING:
             signal.signal(other, signal.SIG_IGN)
+        came.append(signum)
         raise SignalError(signum)
+
+    def raise_again() -> None:
+        if came:
+            raise SignalError(came[0])
 
     handled = [s for s in ENDING if signal.getsignal(s) is not signal.SIG_IGN]
     before = {signum: signal.signal(signum, end) for signum in handled}
     try:
-        yield
+        yield raise_again
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
