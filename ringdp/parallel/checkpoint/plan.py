@@ -21,7 +21,7 @@ from ringdp.parallel.checkpoint.spans import Piece, groups_of, persistent_buffer
 from ringdp.parallel.checkpoint.tensorfile import dtype_of
 from ringdp.parallel.engine import Engine
 from ringdp.parallel.optimizer.kinds import needs_whole
-from ringdp.parallel.optimizer.state import mark_single
+from ringdp.parallel.optimizer.state import marked
 from ringdp.parallel.replicas import write
 
 
@@ -187,9 +187,7 @@ def _put(
     values: Tensor,
 ) -> None:
     value = values.view(shape).to(device, dtype)
-    if single:
-        mark_single(value)
-    optimizer.state[parameter][name] = value
+    optimizer.state[parameter][name] = value if single else marked(value)
 
 
 def _scalars(index: Index, found: list[Piece]) -> Iterator[tuple[nn.Parameter, str, Any]]:

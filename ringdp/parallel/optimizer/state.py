@@ -22,7 +22,7 @@ from ringdp.parallel.guards import sliced
 from ringdp.parallel.optimizer.kinds import needs_whole
 from ringdp.parallel.replicas import gather_json
 
-_SINGLE = "_ringdp_single"
+_SLICE = "_ringdp_slice"
 _TAKEN = WeakKeyDictionary[Optimizer, WeakSet[SliceOwner]]()  # whose slices each steps
 _LEFT = WeakSet[Optimizer]()  # these keep state of slices, where parameters are whole by now
 
@@ -109,10 +109,9 @@ def keep_slices(optimizer: Optimizer, units: Sequence[Slices]) -> None:
                 if not isinstance(value, Tensor):
                     continue
                 if is_per_element(name, value, shape):
-                    state[name] = value.reshape(-1)[begin:end].clone()
-                elif not is_per_element(name, value, (end - begin,)):
+                    state[name] = marked(value.reshape(-1)[begin:end].clone())
+                elif not is_slice(optimizer, name, value, end - begin):
                     check_single(optimizer, name, value, entry.name)
-                    mark_single(value)
             if entry.elements and begin == end:
                 optimizer.state.pop(p, None)
 
@@ -154,14 +153,22 @@ def gathered(
 
 def is_per_element(name: str, value: Any, shape: Sequence[int]) -> bool:
     """Whether state has one value for each element of what has that shape."""
-    tensor = isinstance(value, Tensor) and not hasattr(value, _SINGLE)
-    return tensor and name != "step" and (*value.shape,) == (*shape,)
+    return isinstance(value, Tensor) and name != "step" and (*value.shape,) == (*shape,)
 
 
-def mark_single(value: Tensor) -> None:
-    """It goes with all of a slice, although it may have the slice's shape: with a weight of
-    [d, 1], whose slice is [d], go Adafactor's sums of rows, [d]."""
-    setattr(value, _SINGLE, True)
+def is_slice(optimizer: Optimizer, name: str, value: Any, elements: int) -> bool:
+    """Whether state has one value for each of this rank's elements of a parameter. Where whole
+    parameters are stepped only what is marked has: with a weight of [d, 1], whose slice is [d], go
+    Adafactor's sums of rows, [d], too."""
+    if needs_whole(optimizer):
+        return hasattr(value, _SLICE)
+    return is_per_element(name, value, (elements,))
+
+
+def marked(value: Tensor) -> Tensor:
+    """The same, marked as a slice of state."""
+    setattr(value, _SLICE, True)
+    return value
 
 
 def check_single(optimizer: Optimizer, name: str, value: Tensor, parameter: str) -> None:
@@ -183,7 +190,7 @@ def _described(
         return None, None, value
     dtype = str(value.dtype).removeprefix("torch.")
     begin, end = unit.cut.spans[at]
-    if is_per_element(name, value, (end - begin,)):
+    if is_slice(optimizer, name, value, end - begin):
         return dtype, None, None
     check_single(optimizer, name, value, unit.plan.entries[at].name)
     return dtype, list(value.shape), value.tolist()
@@ -201,7 +208,7 @@ def _gather(
     own = torch.zeros(unit.plan.shard, dtype=dtype, device=unit.parameters[0].device)
     for p, (begin, end) in zip(unit.parameters, unit.cut.spans, strict=True):
         value = optimizer.state.get(p, {}).get(name)
-        if is_per_element(name, value, (end - begin,)):
+        if is_slice(optimizer, name, value, end - begin):
             own[begin:end] = value
     here = root in (None, comm.rank)
     full = own.new_empty(unit.plan.padded, device=own.device if here else "meta")

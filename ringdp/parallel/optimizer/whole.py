@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from ringdp.comm import Communicator
 from ringdp.parallel.cut import Slices
 from ringdp.parallel.guards.computed import set_data
-from ringdp.parallel.optimizer.state import is_per_element, mark_single
+from ringdp.parallel.optimizer.state import is_per_element, is_slice, marked
 from ringdp.parallel.replicas import gather_json
 
 State = dict[str, Any]
@@ -68,8 +68,8 @@ class WholeStep:
         }
         whole = []
         for loan in self.loans.values():
-            shape = loan.values.shape
-            slices = {k: v for k, v in loan.state.items() if is_per_element(k, v, shape)}
+            size, old = loan.values.numel(), loan.state.items()
+            slices = {k: v for k, v in old if is_slice(optimizer, k, v, size)}
             values, gradient = (self._lend(loan, t) for t in (loan.values, loan.gradient))
             state = loan.state | {name: self._lend(loan, t) for name, t in slices.items()}
             whole.append((values, gradient, state))
@@ -152,10 +152,7 @@ class WholeStep:
         values = p.data.reshape(-1)[part]
         if values.data_ptr() != loan.values.data_ptr():
             loan.values.copy_(values)
-        for name, value in state.items():
-            if isinstance(value, Tensor) and name not in flat:
-                mark_single(value)
-        return state | {k: v[part].clone() if others else v for k, v in flat.items()}
+        return state | {k: marked(v[part].clone() if others else v) for k, v in flat.items()}
 
     def _receive(self, loan: Loan, facts: list[Any]) -> State:
         """Elsewhere: the new state, once the exchange has run."""
@@ -172,10 +169,8 @@ class WholeStep:
                 dtype=getattr(torch, dtype),
                 device=device,
             )
-            if shape is not None:
-                mark_single(value)
             self.exchange.receive(loan.owner, value)
-            state[name] = value
+            state[name] = marked(value) if shape is None else value
         return state
 
 
