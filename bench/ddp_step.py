@@ -33,6 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 import ringdp
 from bench import jobs
@@ -87,10 +88,12 @@ def main() -> None:
     write_json(arguments.json, {"machine": machine} | report(steps, overlaps))
 
 
-def report(steps: Sequence[Row], overlaps: Sequence[Any]) -> dict[str, object]:
+def report(
+    steps: Sequence[Row], overlaps: Sequence[Any], optimizer: str = "AdamW"
+) -> dict[str, object]:
     """Print the results; return what is written to the file."""
     parameters = gpt.elements(gpt.build(SHAPE, seed=0))
-    print(f"{parameters:,} parameters, {RANKS} ranks, float32, AdamW; ms")
+    print(f"{parameters:,} parameters, {RANKS} ranks, float32, {optimizer}; ms")
     for row in steps:
         print(row)
     for overlap in overlaps:
@@ -98,8 +101,15 @@ def report(steps: Sequence[Row], overlaps: Sequence[Any]) -> dict[str, object]:
     return {"parameters": parameters, "ranks": RANKS, "steps": steps, "slow_link": overlaps}
 
 
+def adamw(model: nn.Module) -> list[Optimizer]:
+    return [torch.optim.AdamW(model.parameters(), lr=1e-4)]
+
+
 def train(
-    way: str, peer: str, wrapped: Callable[[str, gpt.GPT], nn.Module]
+    way: str,
+    peer: str,
+    wrapped: Callable[[str, gpt.GPT], nn.Module],
+    optimizers: Callable[[nn.Module], list[Optimizer]] = adamw,
 ) -> Callable[[], object]:
     """Make one way's step on this rank. All ways but `peer` keep freed memory."""
     dist.init_process_group("gloo")
@@ -109,7 +119,7 @@ def train(
         return lambda: None
     if way != peer:
         heap.keep()
-    return stepper(wrapped(way, model), batch(rank))
+    return stepper(wrapped(way, model), batch(rank), optimizers)
 
 
 def wrapped(way: str, model: gpt.GPT) -> nn.Module:
@@ -206,13 +216,18 @@ def batch(rank: int, rows: int = ROWS, tokens: int = TOKENS) -> torch.Tensor:
     return torch.randint(gpt.VOCABULARY, (rows, tokens + 1), generator=seed)
 
 
-def stepper(model: nn.Module, tokens: torch.Tensor) -> Callable[[], None]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+def stepper(
+    model: nn.Module,
+    tokens: torch.Tensor,
+    optimizers: Callable[[nn.Module], list[Optimizer]] = adamw,
+) -> Callable[[], None]:
+    made = optimizers(model)
 
     def step() -> None:
-        optimizer.zero_grad()
+        model.zero_grad()
         gpt.next_byte_loss(model, tokens).backward()
-        optimizer.step()
+        for optimizer in made:
+            optimizer.step()
 
     return step
 

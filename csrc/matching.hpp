@@ -13,6 +13,7 @@
 // Not thread-safe.
 #pragma once
 
+#include <algorithm>
 #include <deque>
 #include <list>
 #include <map>

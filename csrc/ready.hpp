@@ -3,6 +3,7 @@
 // cache.
 #pragma once
 
+#include <algorithm>
 #include <nanobind/nanobind.h>
 
 #include <cstring>

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "ready.hpp"
+#include <algorithm>
 #include <structmember.h>
 
 namespace ringdp {

@@ -4,6 +4,7 @@
 // plain flag.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>

@@ -5,6 +5,7 @@
 // strictest reading of NCCL: a program that relies on buffering hangs.
 #pragma once
 
+#include <algorithm>
 #include <deque>
 #include <functional>
 #include <tuple>

@@ -4,7 +4,7 @@ On a terminal, lines break between words, and a table that is too wide is split 
 several. A file gets every line and every table whole.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ringdp.cli.exits import print_nowhere
+from ringdp.cli.files import write_json
 
 MOST_WIDTH = 10_000  # characters: no terminal is wider
 
@@ -45,6 +46,15 @@ def say_written(console: Console, file: Path | None, then: str = "") -> None:
     """Report a written file, if one was asked for."""
     if file is not None:
         say(console, f"wrote {file}{then}")
+
+
+def finish(console: Console, file: Path | None, found: object, show: Callable[[], None]) -> None:
+    """Write what was found as JSON, if a file was asked for, and show it even on a full disk."""
+    try:
+        write_json(file, found)
+    finally:
+        show()
+    say_written(console, file)
 
 
 def fits(console: Console, made: Table) -> bool:

@@ -41,9 +41,12 @@ def exit_code(command: Callable[[], int | None]) -> int:
     except KeyboardInterrupt:
         print("ringdp: ended by SIGINT", file=sys.stderr)
         return 128 + signal.SIGINT
+    except SignalError as error:
+        print(error, file=sys.stderr)
+        return 128 + error.signum
     except RingdpError as error:
         print(error, file=sys.stderr)
-        return 128 + error.signum if isinstance(error, SignalError) else 1
+        return 1
     except OSError as error:  # stdout on a full disk, for example
         print_nowhere()
         if not isinstance(error, BrokenPipeError):  # a closed pipe is normal, as in `| head`

@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -36,6 +37,10 @@ def write_json(path: Path | None, found: object) -> None:
 
 
 def keep_json(path: Path | None, so_far: object) -> None:
-    """`write_json` what is not complete yet, but not to a pipe or a device, where it would stay."""
+    """`write_json` what is not complete yet, but not to a pipe or a device, where it would stay.
+
+    A disk that is full now may have room at the end; if not, the last `write_json` says so.
+    """
     if path is not None and (path.is_file() or not path.exists()):
-        write_json(path, so_far)
+        with suppress(RingdpError):
+            write_json(path, so_far)

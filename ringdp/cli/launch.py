@@ -44,8 +44,9 @@ class RankError(RingdpError):
     """A rank raised or died. The message is for the user, the rank's traceback first."""
 
 
-class SignalError(RingdpError):
-    """A signal asked for the end; all ranks have ended."""
+class SignalError(BaseException):
+    """A signal asked for the end; all ranks have ended. Like KeyboardInterrupt it is no Exception,
+    so that a library in whose code it arrives does not take it for an error of its own."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"ringdp: ended by {signal.Signals(signum).name}; every rank has ended")
@@ -249,21 +250,29 @@ def _interrupts_blocked() -> Iterator[None]:
 
 
 @contextmanager
-def signals_raised() -> Iterator[None]:
+def signals_raised() -> Iterator[Callable[[], None]]:
     """Raise SignalError at the first signal of ENDING; ignore later ones while the ranks end.
 
-    A signal that is ignored stays so: `nohup` ignores SIGHUP.
+    Python drops what is raised in a callback of its own, as every import has some. So call what
+    this yields now and then: it raises again. A signal that is ignored stays so: `nohup` ignores
+    SIGHUP.
     """
+    came: list[int] = []
 
     def end(signum: int, frame: FrameType | None) -> None:
         for other in ENDING:
             signal.signal(other, signal.SIG_IGN)
+        came.append(signum)
         raise SignalError(signum)
+
+    def raise_again() -> None:
+        if came:
+            raise SignalError(came[0])
 
     handled = [s for s in ENDING if signal.getsignal(s) is not signal.SIG_IGN]
     before = {signum: signal.signal(signum, end) for signum in handled}
     try:
-        yield
+        yield raise_again
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)

@@ -18,7 +18,7 @@ from ringdp.cli.bench import error as error_bench
 from ringdp.cli.bench import kernels as kernel_bench
 from ringdp.cli.bench.options import ERROR, KERNELS
 from ringdp.cli.bench.options import Options as BenchOptions
-from ringdp.cli.checks import written
+from ringdp.cli.checks import file_named, written
 from ringdp.cli.console import plain
 from ringdp.cli.doctor import job as doctor_job
 from ringdp.cli.doctor import report as doctor_report
@@ -94,7 +94,10 @@ _command(
 
 @app.command(short_help="make one page of a trace")
 def report(
-    trace: Annotated[Path, typer.Argument(help="a file of ringdp.trace or `ringdp train --trace`")],
+    trace: Annotated[
+        Path,
+        typer.Argument(parser=file_named, help="a file of ringdp.trace or `ringdp train --trace`"),
+    ],
     html: Annotated[Path, written("write the page here")],
     network: Annotated[
         str | None,

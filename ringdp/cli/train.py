@@ -9,14 +9,13 @@ from pathlib import Path
 from rich.console import Console
 
 from ringdp.cli import modes, text
-from ringdp.cli.console import counted, say, say_written
-from ringdp.cli.files import write_json
+from ringdp.cli.console import counted, finish, say, say_written
 from ringdp.cli.gpus import check_transport
 from ringdp.cli.launch import Entry, launch, signals_raised, warm_up
 from ringdp.cli.options import Options, check
 from ringdp.cli.progress import Display
 from ringdp.cli.report import show
-from ringdp.cli.runs import Job, Record, run_single, run_stages, to_json
+from ringdp.cli.runs import Job, Progress, Record, run_single, run_stages, to_json
 from ringdp.cli.verdict import complaints
 
 
@@ -38,16 +37,21 @@ def run(options: Options, console: Console, *, entry: Entry[Job, list[Record]] =
     )
     if options.modes and options.ranks > 1:
         say(console, "While a mode runs, the loss is of one worker's rows; in the table, of all.")
-    with signals_raised(), Display(console, memory=not options.modes) as display:
+    with signals_raised() as raise_again, Display(console, memory=not options.modes) as display:
+
+        def update(progress: Progress) -> None:
+            raise_again()
+            display.update(progress)
+
         warm_up(modes.part if options.modes else entry)
         reference = None
         if options.reference:
-            reference = run_single(options, learned.data, display.update)
+            reference = run_single(options, learned.data, update)
         if options.modes:
-            runs = [modes.run_mode(m, options, learned, display.update) for m in options.modes]
+            runs = [modes.run_mode(m, options, learned, update) for m in options.modes]
         else:
             with _warn_without_trace(options.trace) as traced, learned.shared() as file:
-                ranks = launch(entry, Job(options, file), options.ranks, display.update)
+                ranks = launch(entry, Job(options, file), options.ranks, update)
     if options.modes:
         found = [modes.to_json(run) for run in runs]
         problems = modes.complaints(runs, reference)
@@ -56,11 +60,7 @@ def run(options: Options, console: Console, *, entry: Entry[Job, list[Record]] =
         found = [to_json(run) for run in ranks[0]]
         problems = complaints(ranks, reference)
         report = partial(show, console, ranks[0], reference, problems)
-    try:
-        write_json(options.json, found[0] if len(found) == 1 else found)
-    finally:  # even where the disk is full
-        report()
-    say_written(console, options.json)
+    finish(console, options.json, found[0] if len(found) == 1 else found, report)
     if options.trace is not None and not traced():
         return 1
     and_then = f"; `ringdp report {options.trace} --html FILE` makes a page of it"

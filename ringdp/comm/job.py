@@ -93,7 +93,6 @@ class Job(NamedTuple):
     op: ReduceOp = "sum"  # the user's
     factor: float = 1  # `whole` is multiplied by it first
     elements: int | None = None  # of the collective, if the bounds cover fewer
-    root: int | None = None  # of an exchange in which only one rank gathers or scatters
     received: Bounds = ()  # of an exchange with uneven parts: see `Exchange`
 
     @property
@@ -114,11 +113,6 @@ class Job(NamedTuple):
         for buffer in (self.whole, self.part):
             if buffer is not None:
                 buffer.record_stream(torch.cuda.current_stream(buffer.device))
-
-
-def changes(by: Program | Direct) -> bool:
-    """Return whether it is a program that stores into its buffer, and not into scratch alone."""
-    return isinstance(by, Program) and by.changes
 
 
 def op_of_rows(op: ReduceOp, spec: CallSpec, dtype: torch.dtype) -> ReduceOp:
@@ -263,7 +257,8 @@ class Issuer:
             differ = spec.collective in UNEVEN
             what: Run | Exchange = Run(job.by, job.bounds, dtype, op, kind, elements, differ)
         else:
-            what = Exchange(job.by, job.bounds, dtype, job.op, kind, job.root, job.received)
+            root = spec.root if spec.collective in ("gather", "scatter") else None
+            what = Exchange(job.by, job.bounds, dtype, job.op, kind, root, job.received)
         ready = self._transport.prepare(what)
         name = spec.name.removesuffix("_v")
         uneven = name != spec.name

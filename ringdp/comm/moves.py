@@ -39,13 +39,13 @@ class Moves(Issuer):
         check_tensor("broadcast", tensor)
         spec = self._spec("broadcast", algorithm, async_op, tag, root)
         by = self._way(spec, "all_gather")
-        is_root = self.rank == root
-        if is_root:  # whatever its program stores meanwhile, its values end as they were
-            buffer, finish = flat(tensor).data, None
+        part, finish = None, None
+        if self.rank == root:  # whatever its program stores meanwhile, its values end as they were
+            buffer = part = flat(tensor).data
         else:
             out = flat_output(tensor, "broadcast: tensor")
             buffer, finish = out.data, out.copy_back
-        part, bounds = buffer if is_root else None, self._bounds(by, buffer.numel(), root)
+        bounds = self._bounds(by, buffer.numel(), root)
         return self._issue(Job(by, bounds, buffer, part, finish), spec)
 
     @repeated
@@ -99,7 +99,7 @@ class Moves(Issuer):
         output: size x input.numel() elements on the root; ignored elsewhere, and may be None.
         """
         spec = self._spec("gather", algorithm, async_op, tag, root)
-        return self._gather(spec, self._at_root(spec, "output", output), input, root=root)
+        return self._gather(spec, self._at_root(spec, "output", output), input)
 
     @repeated
     def gather_v(
@@ -115,7 +115,7 @@ class Moves(Issuer):
     ) -> Work:
         """gather with sizes[r] elements from rank r. All ranks pass the same sizes."""
         spec = self._spec("gather_v", algorithm, async_op, tag, root)
-        return self._gather(spec, self._at_root(spec, "output", output), input, sizes, root)
+        return self._gather(spec, self._at_root(spec, "output", output), input, sizes)
 
     def _gather(
         self,
@@ -123,9 +123,8 @@ class Moves(Issuer):
         whole: Arg | None,
         input: Tensor,
         sizes: Sequence[int] | None = None,
-        root: int | None = None,
     ) -> Work:
-        """Gather on the root, or on all ranks if there is none."""
+        """`whole`: the output, or None on a rank that gathers nothing."""
         shards = self._shards(spec, Arg("input", input), whole, sizes)
         by = self._way(spec, "all_gather")
         out = whole and flat_output(whole.tensor, f"{spec.name}: output")
@@ -134,9 +133,9 @@ class Moves(Issuer):
             piece, buffer = flat(input).data, out and out.data
             if buffer is not None:
                 piece = without_overlap(piece, buffer, same(buffer[self._part(shards)], input))
-            return self._issue(Job(by, bounds_of(shards), buffer, piece, finish, root=root), spec)
+            return self._issue(Job(by, bounds_of(shards), buffer, piece, finish), spec)
         cuts, part = own_bounds(shards, by)
-        if out is None and part == slice(0, cuts[-1]) and not by.changes:
+        if out is None and not by.changes:  # then it reads this rank's part alone
             buffer = flat(input).data
         else:
             buffer = out.data if out else empty(cuts[-1], input)
@@ -191,12 +190,10 @@ class Moves(Issuer):
         source = whole and flat(whole.tensor)
         if not isinstance(by, Program):
             given, bounds = source and without_overlap(source.data, out.data), bounds_of(shards)
-            job = Job(by, bounds, given, out.data, out.copy_back, root=spec.root)
-            return self._issue(job, spec)
+            return self._issue(Job(by, bounds, given, out.data, out.copy_back), spec)
         cuts, part = own_bounds(shards, by)
         if source:
-            copied = source.original is not None
-            buffer = source.data if copied or not by.changes else source.data.clone()
+            buffer = source.data.clone() if by.changes else source.data
         elif part == slice(0, cuts[-1]):
             buffer = out.data
         else:

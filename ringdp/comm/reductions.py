@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ringdp.comm.arguments import check_float, check_tensor
 from ringdp.comm.buffers import Flat, flat, flat_output, same, without_overlap, writable
-from ringdp.comm.job import Arg, CallSpec, Issuer, Job, changes, op_of_rows
+from ringdp.comm.job import Arg, CallSpec, Issuer, Job, op_of_rows
 from ringdp.comm.work import Work
 from ringdp.errors import UsageError
 from ringdp.schedule import Builder, Program
@@ -89,7 +89,8 @@ class Reductions(Issuer):
             finish = self._finisher(out, by, op, spec)
         else:
             buffer, original = flat(tensor)
-            if original is None and (changes(by) or factor != 1):
+            stores = isinstance(by, Program) and by.changes
+            if original is None and (stores or factor != 1):
                 buffer = buffer.clone()
         bounds = self._bounds(by, buffer.numel(), root)
         return self._issue(Job(by, bounds, buffer, part, finish, op, factor), spec)

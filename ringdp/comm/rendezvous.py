@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed import DistError, ProcessGroup, group, is_available, is_initialized
+from torch.distributed import DistError, ProcessGroup, group, is_initialized
 
 from ringdp.comm.arguments import check_link, check_timeout, check_warn_after
 from ringdp.comm.communicator import Communicator
@@ -107,7 +107,7 @@ def communicator_of(ranks: object = None, tensors: Iterable[Tensor] = ()) -> Com
     if ranks is None:
         if comm := last():
             return comm
-        if not (is_available() and is_initialized()):
+        if not is_initialized():
             raise UsageError(
                 "no communicator: call ringdp.init() or torch.distributed.init_process_group() "
                 "first, or give one"

@@ -152,7 +152,7 @@ class Backwards:
         """Move it into the bucket; after the last one, reduce the unit."""
         unit, hooks = self.units[index], self._grad_hooks[index]
         hooks.pending.discard(at)
-        if unit.computed[at].requires_grad:  # else frozen since the forward: there is no gradient
+        if self.reducing.is_open(unit) or unit.computed[at].requires_grad:  # else .grad is older
             hooks.call_user_hooks(at)
             self.reducing.take(unit, at)
         self.gathering.prefetch_deferred(wait=False)

@@ -58,11 +58,12 @@ class Engine:
         ledger: Ledger,
         precision: Precision,
         *,
+        chosen: Iterable[nn.Module],
         kept: Iterable[int],
         prefetch_bytes: int | None,
         overlap: bool,
     ) -> None:
-        """Collective: creates two communicators. `kept`: see `Gathering`."""
+        """Collective: creates two communicators. `chosen`: of `find_units`; `kept`: `Gathering`."""
         self.model, self.stage, self.units, self.ledger = model, stage, units, ledger
         self.comm = comm = ledger.comm
         of: dict[nn.Module, list[int]] = {}
@@ -94,7 +95,7 @@ class Engine:
         for module, indices in of.items():
             self._follow(module, indices, UnitOutputs(module, [units[i] for i in indices], of))
         move_inputs(model, self.device, add_hook)
-        cast_at(model, of, precision, self.computes, add_hook)
+        cast_at(model, chosen, precision, self.computes, add_hook)
         state_dict.guard(model, whole, lambda: whole() and self._writes, add_hook)
         state_dict.own_storages(model, units, add_hook)
         parameters = [p for unit in units for p in unit.parameters]
@@ -202,7 +203,7 @@ class Engine:
             # Other ranks may not step it, so the order of collectives must not depend on it.
             return False
         if self._summoned:
-            raise UsageError("an optimizer steps within full_parameters(); step it after that")
+            steps.refuse_within()
         if self.stage.slices:
             check_slices(optimizer, f"in stage {self.stage.number}", "or stage 0")
         self.check_reduced("the optimizer steps")
@@ -222,9 +223,6 @@ class Engine:
         are not reduced."""
         self.backwards.check_over(what)
         self.reducing.unreduced.check_none_waits(self.units, what)
-
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.step.end()
 
     # ---- for the user
 
@@ -316,6 +314,8 @@ class Engine:
 
         From stage 1 on the parameters stay slices, with which the model cannot run. Inside
         `full_parameters`, or in stage 0, they stay whole: the model is an ordinary one again.
+        Gradients that are slices are dropped then, and an optimizer whose state is of slices
+        refuses to step, until it loads whole state.
         """
         if self.closed:
             return
@@ -324,6 +324,8 @@ class Engine:
         whole = self._rests_whole()
         if whole:
             copies.unmark(self.model)
+            if self.stage.slices:
+                optim_state.leave(self)
         _remove(self._handles)
         with closing(self.reducing.comm), closing(self.gathering.comm):
             ended = self.reducing.comm.ended or self.gathering.comm.ended

@@ -88,7 +88,7 @@ def shard(
     row, precision, offload = stage_of(stage), precision or Precision(), offload or Offload()
     meta.check(model, init)
     comm = communicator_of(comm, model.parameters())
-    found = find_units(model, unit, persist_below=persist_below, precision=precision)
+    found, chosen = find_units(model, unit, persist_below=persist_below, precision=precision)
     kept = {at for at, f in enumerate(found) if keep is not None and matches(f.module, keep)}
     of = {
         p: {"unit": f.name or "root", "stage": stage, "keep": at in kept}
@@ -114,6 +114,7 @@ def shard(
         units,
         ledger,
         precision,
+        chosen=chosen,
         kept=kept,
         prefetch_bytes=prefetch_bytes if overlap else 0,
         overlap=overlap,

@@ -117,12 +117,10 @@ class Gathering:
         return a == b or a in self.callers[b] or b in self.callers[a]
 
     def free_before(self, index: int) -> None:
-        """A unit's backward or recomputation starts: free those whose backward is over, but for the
-        unit itself. See Note [nodes run in reverse]."""
+        """A unit's backward or recomputation starts: free those whose backward is over. See Note
+        [nodes run in reverse]."""
         for other in [unit for unit in self.in_use if unit not in self.forwards]:
-            if other == index:
-                self.leave([index])
-            elif not self.are_nested(index, other):
+            if not self.are_nested(index, other):
                 self.done_with(other, free=True)
 
     def begin_backward(self, *, amid: bool, again: bool) -> None:

@@ -66,9 +66,9 @@ class Unit:
         return {rank: self.part(entry, rank) for rank in ranks}
 
     def owned(self, rank: int) -> list[int]:
-        """The sizes of `rank`'s slices that are not empty."""
-        parts = [self.local(e, rank) for e in self.entries]
-        return [end - begin for begin, end in parts if end > begin]
+        """The sizes of `rank`'s slices, without those that have elements on other ranks only."""
+        parts = [(e, *self.local(e, rank)) for e in self.entries]
+        return [end - begin for e, begin, end in parts if end > begin or not e.elements]
 
 
 def layout(units: Iterable[tuple[str, Sequence[tuple[str, int]]]], ranks: int) -> tuple[Unit, ...]:

@@ -46,8 +46,7 @@ def beside(tensor: torch.Tensor) -> torch.Tensor:
     not swap memory, with that of `tensor`."""
     if not _swaps(tensor.untyped_storage()):
         return tensor.data
-    with torch.inference_mode(False):
-        made = torch.empty_like(tensor)
+    made = torch.empty_like(tensor)
     made.untyped_storage().resize_(0)
     return made
 

@@ -46,7 +46,7 @@ class Precision:
     they were built with; their inputs are cast to it, and their outputs to `param`. Since buffers
     keep their dtype, batch norms must be among them, and what `spectral_norm` and `orthogonal` of
     torch.nn.utils.parametrizations add, a ParametrizationList. cast_inputs: cast floating inputs of
-    the model and of every unit to `param`; "model": of the model only.
+    the model and of every module chosen as a unit to `param`; "model": of the model only.
     """
 
     param: torch.dtype | None = None

@@ -321,11 +321,11 @@ class FlatUnit:
         self.ledger.give("gradients", self.widths.gradients(self.plan, self.stage))
         self.gradients = self._gradients()
 
+    @torch.inference_mode(False)  # as for `_move`
     def _free(self) -> None:
         """See Note [views outlive their memory]."""
         if not self.full.untyped_storage().resizable():  # a numpy array shares it
-            with torch.inference_mode(False):
-                self.full = torch.empty_like(self.full)
+            self.full = torch.empty_like(self.full)
             self.views, self.coming = self.cut.whole(self.full), beside(self.full)
         self.ledger.pool.empty(self.full.untyped_storage())
 

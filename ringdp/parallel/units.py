@@ -58,8 +58,10 @@ def find_units(
     *,
     persist_below: int = 0,
     precision: Precision | None = None,
-) -> list[UnitSpec]:
-    """The root's units, then the others in order of registration; only the root may be empty.
+) -> tuple[list[UnitSpec], set[nn.Module]]:
+    """The root's units, then the others in order of registration; only the root may be empty. And
+    the model and the modules chosen as units, even if the root has all of their parameters; without
+    those that have none.
 
     `rule`: a module class, several, a predicate, or a number: the outermost modules of at most that
     many elements; or the set of modules, chosen by hand. Without a rule every entry of a ModuleList
@@ -89,7 +91,6 @@ def find_units(
                     "another dtype; let keep_fp32 name both of their modules, or none"
                 )
     owned: dict[nn.Module, dict[tuple[Dtypes, bool], list[tuple[str, nn.Parameter]]]] = {model: {}}
-    names = {m: name for name, m in model.named_modules() if m in chosen}
     for name, p in model.named_parameters():
         (unit,) = owners[p] if len(owners[p]) == 1 else (model,)
         home = model if p.numel() < persist_below else unit
@@ -98,11 +99,11 @@ def find_units(
         owned[model][Dtypes(*3 * [torch.float32]), False] = []
     found = [
         UnitSpec(name, module, parameters, *kind)
-        for module, name in names.items()
+        for name, module in model.named_modules()
         for kind, parameters in owned.get(module, {}).items()
     ]
     _check_casts(found)
-    return found
+    return found, {m for m in chosen if m is model or next(m.parameters(), None) is not None}
 
 
 def _check_casts(units: Iterable[UnitSpec]) -> None:

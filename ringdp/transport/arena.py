@@ -56,13 +56,13 @@ class Arena:
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return an uninitialised tensor. Raises CommunicationError if memory is short."""
         used = prod(shape) * dtype.itemsize
-        size = max(1, -(-used // ALIGNMENT)) * ALIGNMENT
+        if used == 0:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        size = -(-used // ALIGNMENT) * ALIGNMENT
         begin = self._take(size)
         block = np.frombuffer(self._map, np.uint8, used, begin)  # the tensor's storage keeps it
         # See Note [the collector comes at any time].
         weakref.finalize(block, self._returned.append, (begin, begin + size)).atexit = False
-        if used == 0:
-            return torch.empty(shape, dtype=dtype, device="cpu")
         return torch.from_numpy(block).view(dtype).view(shape)
 
     def hold(self, used: Iterable[object], until: Callable[[], bool]) -> None:

@@ -57,7 +57,7 @@ class Observed(Protocol):
 
 def read_record(records: Records, rank: int) -> RankRecord:
     pid, begun, finished, round_, waits_for, changed = records.record(rank)
-    seconds = time.clock_gettime(time.CLOCK_MONOTONIC) - changed / 1e9 if changed else 0.0
+    seconds = time.monotonic() - changed / 1e9 if changed else 0.0
     return RankRecord(pid, begun, finished, round_, waits_for, max(0.0, seconds))
 
 

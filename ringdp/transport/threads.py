@@ -162,9 +162,9 @@ class Bell:
             while True:
                 self._waiting.popleft().release()
 
-    def wait_for(self, holds: Callable[[], object], timeout: float | None = None) -> None:
+    def wait_for(self, holds: Callable[[], object], timeout: float = math.inf) -> None:
         """Return when `holds()` is true, or after `timeout` seconds. Each ring rechecks it."""
-        until = math.inf if timeout is None else time.monotonic() + timeout
+        until = time.monotonic() + timeout
         while not holds() and (left := until - time.monotonic()) > 0:
             rung = threading.Lock()
             rung.acquire()

@@ -39,6 +39,13 @@ def test_a_full_disk_is_reported_in_one_line(arguments, monkeypatch, capsys):
     assert capsys.readouterr().err == "ringdp: [Errno 28] No space left on device\n"
 
 
+def test_results_are_shown_even_if_they_cannot_be_written(capsys):
+    assert main([*PLAN, "--json", "/dev/full"]) == 1
+    shown = capsys.readouterr()
+    assert "Recommended: stage 1" in shown.out
+    assert shown.err == "ringdp: cannot write /dev/full: No space left on device\n"
+
+
 def test_a_closed_pipe_is_no_error(tmp_path: Path, monkeypatch, capsys):
     """As in `ringdp plan --json FILE | head -0`."""
     file = tmp_path / "plan.json"

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from ringdp.cli.doctor.job import parents
 from ringdp.cli.exits import exit_code
-from ringdp.cli.launch import Entry, signals_raised
+from ringdp.cli.launch import Entry, SignalError, signals_raised
 from ringdp.cli.main import main
 from ringdp.cli.runs import Job, Record
 from ringdp.cli.train import run
@@ -206,6 +206,12 @@ def test_the_command_ends_the_process_that_forks_ranks(monkeypatch: pytest.Monke
         signal.signal(signal.SIGINT, before)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_a_signal_is_no_error_that_a_library_may_handle() -> None:
+    """As torch does where it tries an import: the run would go on, and ignore further signals."""
+    with pytest.raises(SignalError), signals_raised(), suppress(Exception):
+        signal.raise_signal(signal.SIGTERM)
 
 
 def test_an_ignored_signal_stays_ignored() -> None:

@@ -4,6 +4,7 @@ import json
 import re
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,7 +16,7 @@ from ringdp.cli.console import plain
 from ringdp.cli.launch import SignalError
 from ringdp.cli.main import main
 from ringdp.cli.options import Options
-from ringdp.cli.runs import MEMORY
+from ringdp.cli.runs import MEMORY, Emit, Progress
 from ringdp.cli.timeline.digest import digest
 from ringdp.cli.timeline.read import HELD, read
 from tests.cli.misbehaving import cannot_write_the_trace
@@ -192,6 +193,12 @@ def test_a_signal_during_the_reference_ends_the_run_in_order(
         assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
         signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(train, "run_single", interrupted)
-    assert main(SMALL) == 128 + signal.SIGTERM
-    assert capsys.readouterr().err == "ringdp: ended by SIGTERM; every rank has ended\n"
+    def interrupted_in_an_import(options: object, data: object, emit: Emit) -> None:
+        with suppress(BaseException):
+            interrupted()
+        emit(Progress("single", 1, 1, 0.0, 0.0, {}))
+
+    for stop in (interrupted, interrupted_in_an_import):
+        monkeypatch.setattr(train, "run_single", stop)
+        assert main(SMALL) == 128 + signal.SIGTERM
+        assert capsys.readouterr().err == "ringdp: ended by SIGTERM; every rank has ended\n"

@@ -128,6 +128,10 @@ def left_alone(net: nn.Module, x: Batches) -> None:
     loss(net.y).backward()
 
 
+def forward_alone(net: nn.Module, x: Batches) -> None:
+    net(x(0))
+
+
 def bfloat16() -> nn.Module:
     return Chain().bfloat16()
 
@@ -159,6 +163,15 @@ class GuidedByInput(nn.Module):
 def guided_below() -> nn.Module:
     guided = nn.Sequential(GuidedByInput(), GuidedByInput())
     return nn.Sequential(linear(), Checkpointed(guided, reentrant=False))
+
+
+class TrainsItself(Chain):
+    """Runs its backward within its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        value = loss(super().forward(x))
+        value.backward()
+        return value.detach()
 
 
 class Halves(nn.Module):
@@ -229,6 +242,7 @@ CASES = {
         lambda: Checkpointed(*(GuidedByInput() for _ in range(3)), reentrant=False)
     ),
     "gradients amid a forward, below a checkpoint": Case(guided_below, unit=nn.Linear),
+    "backward amid a forward": Case(TrainsItself, forward_alone),
     "buffers": Case(buffered),
     "channels last": Case(
         lambda: nn.Sequential(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import ringdp
 from ringdp import Communicator, Offload, Work
+from ringdp.parallel.state import State
 from tests.equal import equal
 from tests.parallel.loop_models import Fail
 from tests.parallel.small import assert_equal, assert_gradients, batch, loss, net, whole_parameters
@@ -38,6 +39,10 @@ def take_away(p: Tensor) -> None:
     p.grad = None
 
 
+def freeze(p: Tensor) -> None:
+    p.requires_grad_(False)
+
+
 def hooks_of_tensors(model: nn.Module, parameters: list[nn.Parameter]) -> None:
     shapes = []
     for p in parameters:
@@ -55,6 +60,11 @@ def hooks_after(model: nn.Module, parameters: list[nn.Parameter]) -> None:
 
 def hook_that_takes_away(model: nn.Module, parameters: list[nn.Parameter]) -> None:
     parameters[2].register_post_accumulate_grad_hook(take_away)
+    loss(model).backward()
+
+
+def hook_that_freezes(model: nn.Module, parameters: list[nn.Parameter]) -> None:
+    parameters[2].register_post_accumulate_grad_hook(freeze)
     loss(model).backward()
 
 
@@ -110,6 +120,7 @@ LOOPS: list[Loop] = [
     hooks_of_tensors,
     hooks_after,
     hook_that_takes_away,
+    hook_that_freezes,
     hooks_removed,
     another_after_one_that_raises,
     a_hook_that_raises,
@@ -229,6 +240,27 @@ def test_the_memory_of_an_interrupted_gather_is_kept_and_counted_once(comm: Comm
     assert filled[1] == filled[0]
     assert_gradients(engine, twin)
     assert engine.ledger.now["gathered"] == 0
+    engine.close()
+
+
+@on_ranks(2)
+def test_an_interrupted_forward_leaves_no_unit_in_use(comm: Communicator) -> None:
+    """Such a unit would stay gathered, and count as around all that later forwards call."""
+    model = net()
+    engine = ringdp.shard(model, stage=3, comm=comm)
+
+    def interrupt(*_: object) -> None:
+        handle.remove()
+        raise KeyboardInterrupt
+
+    handle = model[-1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        loss(model)
+    value = loss(model)
+    root, *inner = engine.units
+    assert all(unit.state is not State.UNSHARDED for unit in inner)
+    assert engine.gathering.callers == [set(), *({root.index} for _ in inner)]
+    value.backward()
     engine.close()
 
 

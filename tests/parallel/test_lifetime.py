@@ -89,9 +89,11 @@ def test_a_model_closed_with_full_parameters_is_an_ordinary_one(
 ) -> None:
     model, twin = net(), net()
     engine = ringdp.shard(model, stage=stage, comm=comm)
+    loss(model(batch())).backward()
     with engine.full_parameters(), engine.full_parameters():
         engine.close()
     engine.close()  # closing twice is harmless
+    assert all(p.grad is None or p.grad.shape == p.shape for p in model.parameters())
     reference = weakref.ref(engine)
     del engine
     gc.collect()

@@ -103,6 +103,24 @@ def test_modules_inside_a_float32_module_stay_in_float32(comm: Communicator, sta
     engine.close()
 
 
+@pytest.mark.parametrize("persist_below", [0, 999])
+@on_ranks(1)
+def test_inputs_of_blocks_whose_parameters_are_the_roots_are_cast(
+    comm: Communicator, persist_below: int
+) -> None:
+    """The first two blocks are tied; with persist_below the root has those of the last, too."""
+    model, seen = nn.Sequential(*(nn.Linear(9, 9) for _ in range(3)), nn.Softplus()), []
+    model[1].weight, model[1].bias = model[0].parameters()
+    engine = ringdp.shard(
+        model, stage=3, precision=Precision(BF16), persist_below=persist_below, comm=comm
+    )
+    for m in model:
+        m.register_forward_hook(lambda m, i, o: seen.append(i[0].dtype) or o.float())
+    model(batch(0)).sum().backward()
+    assert seen == [BF16, BF16, BF16, FLOAT]
+    engine.close()
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 @on_ranks(2)
 def test_a_batch_norm_whose_buffers_have_another_dtype_is_refused(

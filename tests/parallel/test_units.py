@@ -12,7 +12,7 @@ from ringdp.parallel.units import find_units
 
 
 def owned(model: nn.Module, rule=None) -> dict[str, list[str]]:
-    return {f.name: [n for n, _ in f.parameters] for f in find_units(model, rule)}
+    return {f.name: [n for n, _ in f.parameters] for f in find_units(model, rule)[0]}
 
 
 def linear() -> nn.Linear:
@@ -105,6 +105,13 @@ def test_weights_tied_within_a_unit_stay_there():
 def test_a_unit_registered_twice_is_one():
     a = linear()
     assert owned(nn.Sequential(a, linear(), a)) == {"": [], "0": ["0.weight"], "1": ["1.weight"]}
+
+
+def test_frozen_parameters_have_no_gradients_to_be_cast():
+    model, casts = nn.Sequential(linear().half()), ringdp.Precision(torch.float64, torch.float32)
+    with pytest.raises(ringdp.UsageError, match="would round twice"):
+        find_units(model, None, precision=casts)
+    assert len(find_units(model.requires_grad_(False), None, precision=casts)) == 2
 
 
 @pytest.mark.parametrize(

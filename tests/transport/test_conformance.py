@@ -261,6 +261,12 @@ def star(n: int) -> Schedule:
     return Schedule(n, 1, (gather, tuple(Transfer(0, r, 0, 0, False) for r in range(1, n))))
 
 
+def overwriting(n: int) -> Schedule:
+    """A user-defined scatter: rank 0 overwrites what it has sent."""
+    sends = tuple(Transfer(0, r, r, r, False) for r in range(1, n))
+    return Schedule(n, n, (sends, tuple(Transfer(0, 0, 0, r, False) for r in range(1, n))))
+
+
 def without_broadcast(n: int) -> Schedule:
     return Schedule(n, 1, star(n).rounds[:1])
 
@@ -273,3 +279,11 @@ def test_a_user_defined_algorithm_is_proved_and_run(comm: Communicator) -> None:
     message = r"rank 1 chunk 0 holds 1\.0, the contract asks for 0\.0\+1\.0\+2\.0"
     with pytest.raises(ScheduleError, match=message):
         comm.all_reduce(x, algorithm=without_broadcast)
+
+
+@on_ranks(3)
+def test_a_user_defined_scatter_leaves_its_input_as_it_is(comm: Communicator) -> None:
+    whole, part = torch.arange(6), torch.empty(2, dtype=torch.int64)
+    comm.scatter(part, whole, algorithm=overwriting)
+    assert torch.equal(whole, torch.arange(6))
+    assert torch.equal(part, whole[2 * comm.rank : 2 * comm.rank + 2])

@@ -167,6 +167,14 @@ def test_a_silent_rank_is_described_by_its_process(store_client, monkeypatch):
     assert f"rank 1 gives no answer (process {ended} has ended); rank 2 " in missing(seen, 0)
 
 
+def test_without_the_store_a_rank_knows_of_itself_alone(store_client):
+    client = store_client(HashStore())
+    client.end()
+    seen = StatusBoard(client, 0, 2).survey(failed=False)
+    assert seen.record(0).pid == os.getpid()
+    assert seen.record(1) == RankRecord(ELSEWHERE, SILENT, SILENT, -1, -1, 0.0)
+
+
 def stalls(comm: Communicator, report: Report, how: str) -> None:
     """Rank 2 has called only collective 0; the others are in the next one."""
     status.PATIENCE = 0.5 if how == "stopped" else CALL_TIMEOUT

@@ -15,8 +15,7 @@ from ringdp.cli.bench.options import Options, check
 from ringdp.cli.bench.rows import Report
 from ringdp.cli.bench.run import Step, measure
 from ringdp.cli.bench.table import show
-from ringdp.cli.console import say, say_written
-from ringdp.cli.files import write_json
+from ringdp.cli.console import finish, say
 from ringdp.cli.launch import signals_raised
 
 BAR = 14  # characters
@@ -27,9 +26,7 @@ def bench(options: Options, console: Console) -> int:
     check(options)
     with signals_raised():
         report = watch(options, console)
-    write_json(options.json, report)
-    show(console, report, options)
-    say_written(console, options.json)
+    finish(console, options.json, report, lambda: show(console, report, options))
     return 1 if any(row.wrong for row in report.rows) else 0
 
 

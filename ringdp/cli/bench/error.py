@@ -24,8 +24,7 @@ from ringdp.cli.bench.cases import torch_dtype
 from ringdp.cli.bench.options import Options, only
 from ringdp.cli.bench.rows import named
 from ringdp.cli.checks import check_writable
-from ringdp.cli.console import say, say_written, show_table, table
-from ringdp.cli.files import write_json
+from ringdp.cli.console import finish, say, show_table, table
 from ringdp.comm.programs import program
 from ringdp.schedule import ALGORITHMS
 from ringdp.transport.simulator import simulate
@@ -77,9 +76,7 @@ def bench(options: Options, console: Console) -> int:
     for algorithm in algorithms:
         say(console, f"adding by {algorithm}")
         rows += [row for n in RANKS for row in measure(algorithm, n)]
-    write_json(options.json, rows)
-    show(rows, console)
-    say_written(console, options.json)
+    finish(console, options.json, rows, lambda: show(rows, console))
     return 0
 
 

@@ -32,8 +32,8 @@ from ringdp.cli.bench.kernel_cases import CASES, OURS, Call
 from ringdp.cli.bench.machine import describe
 from ringdp.cli.bench.options import Options, check_sizes, only
 from ringdp.cli.checks import check_writable
-from ringdp.cli.console import say, say_written, show_table, table
-from ringdp.cli.files import keep_json, write_json
+from ringdp.cli.console import finish, say, show_table, table
+from ringdp.cli.files import keep_json
 
 COPY = "copy_"
 ROUND_SECONDS = 0.01
@@ -87,9 +87,7 @@ def check(options: Options) -> None:
 def bench(options: Options, console: Console) -> int:
     check(options)
     report = measure(options, console)
-    write_json(options.json, report)
-    show(report, console)
-    say_written(console, options.json)
+    finish(console, options.json, report, lambda: show(report, console))
     return 1 if report.failures else 0
 
 

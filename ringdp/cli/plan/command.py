@@ -9,8 +9,7 @@ import torch
 from rich.console import Console
 
 from ringdp.cli.checks import between, check_writable, given, one_of, parse_bytes
-from ringdp.cli.console import say_written
-from ringdp.cli.files import write_json
+from ringdp.cli.console import counted, finish
 from ringdp.cli.plan.hardware import DEVICES, PER_NODE, network
 from ringdp.cli.plan.models import Model, read
 from ringdp.cli.plan.options import ALGORITHMS, UTILISATION, Options
@@ -38,9 +37,8 @@ def plan(options: Options, console: Console) -> int:
     model = read(options.model, precision(options))
     rows = [row(model, stage, setting) for stage in options.stages]
     says = recommend(rows, model, setting)
-    write_json(options.json, to_json(options, model, setting, rows, says))
-    show(console, options, model, setting, rows, says)
-    say_written(console, options.json)
+    asked = options, model, setting, rows, says
+    finish(console, options.json, to_json(*asked), lambda: show(console, *asked))
     return 0
 
 
@@ -66,7 +64,7 @@ def check(options: Options) -> Setting:
         memory = parse_bytes("--memory", options.memory, kilo=1000)  # as GPUs are sold
     if not LEAST_MEMORY <= memory <= MOST_MEMORY:
         raise UsageError(
-            f"--memory is {options.memory!r}, which is {memory:,} bytes; allowed: 1MB to "
+            f"--memory is {options.memory!r}, which is {counted(memory, 'byte')}; allowed: 1MB to "
             f"{MOST_MEMORY // 10**9:,}GB, with its unit, as in 80GB or 80GiB"
         )
     check_writable(options.json)

@@ -138,7 +138,7 @@ def recommend(rows: Sequence[Row], model: Model, setting: Setting) -> str:
         return f"stage {best.stage}: the least predicted time among those that fit{without}"
     least = min(rows, key=lambda r: r.total)
     ranks = setting.ranks
-    while ranks < MOST_RANKS:
+    while 2 * ranks <= MOST_RANKS:
         ranks *= 2
         if fits(model, least.stage, replace(setting, ranks=ranks)):
             return f"none fits; stage {least.stage} would with {ranks} ranks"

@@ -69,7 +69,6 @@ class Group(Reductions, Moves, ProcessGroup):  # type: ignore[misc]
         self._issuing = threading.Lock()
         self._coalesced: list[GroupWork] | None = None
         self._name = self._desc = ""
-        self._splits = 0
 
     # --- coalescing
 
@@ -101,21 +100,17 @@ class Group(Reductions, Moves, ProcessGroup):  # type: ignore[misc]
         comm = self._comm.split(
             min(new_ranks) if member else None, new_ranks.index(self._comm.rank) if member else 0
         )
-        self._splits += 1
         if comm is None:
             return None
-        name = group_name or f"{self._name}:split:{self._splits}:{min(new_ranks)}"
+        name = group_name or comm._name
         group = Group(comm, PrefixStore(f"{name}/", self._store))
         group.setGroupName(name)
-        group.setGroupDesc(group_desc or f"{self._desc}:split:{self._splits}")
+        group.setGroupDesc(group_desc or f"{self._desc}:split")
         if timeout is not None:
             group.set_timeout(timeout)
         return group
 
     splitGroup = split_group  # noqa: N815
-
-    def comm_split_count(self) -> int:
-        return self._splits
 
     def shutdown(self) -> None:
         """Close the group. Failures on other ranks are logged: torch has more groups to close."""

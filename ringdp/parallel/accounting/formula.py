@@ -62,7 +62,7 @@ def formula(
     if stage.slices:
         owned = [elements for u in trained for elements in u.owned(rank)]
     else:
-        owned = [e.elements for u in trained for e in u.entries if e.elements]
+        owned = [e.elements for u in trained for e in u.entries]
     buckets = [w.bucket(u, stage) for u, w in each]
     events = iteration(
         sizes,

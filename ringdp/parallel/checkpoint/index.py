@@ -57,8 +57,8 @@ class Entry:
         return (begin, end) if self.single is None else (0, math.prod(self.single))
 
     def within(self, begin: int, end: int) -> list[Part]:
-        """The parts that have any of these elements, in order."""
-        parts = [part for part in self.parts if part.begin < end and begin < part.end]
+        """The parts that have any of these elements, in order; of a tensor without any, the one."""
+        parts = [p for p in self.parts if (p.begin < end and begin < p.end) or p.begin == p.end]
         return sorted(parts, key=lambda part: part.begin)
 
 

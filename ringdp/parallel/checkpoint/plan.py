@@ -21,7 +21,7 @@ from ringdp.parallel.checkpoint.spans import Piece, groups_of, persistent_buffer
 from ringdp.parallel.checkpoint.tensorfile import dtype_of
 from ringdp.parallel.engine import Engine
 from ringdp.parallel.optimizer.kinds import needs_whole
-from ringdp.parallel.optimizer.state import mark_single
+from ringdp.parallel.optimizer.state import marked
 from ringdp.parallel.replicas import write
 
 
@@ -140,7 +140,7 @@ def _keep(states: dict[str, Tensor], key: str, shape: Sequence[int], values: Ten
 
 
 def _state(index: Index, optimizer: torch.optim.Optimizer, found: list[Piece]) -> Iterator[Read]:
-    """Reads of optimizer state for the parameters of which this rank has elements."""
+    """Reads of optimizer state for the parameters of which this rank keeps state."""
     on_device = {  # where `step` is, too; torch's default is the host
         name
         for group in index.groups or []
@@ -187,23 +187,22 @@ def _put(
     values: Tensor,
 ) -> None:
     value = values.view(shape).to(device, dtype)
-    if single:
-        mark_single(value)
-    optimizer.state[parameter][name] = value
+    optimizer.state[parameter][name] = value if single else marked(value)
 
 
 def _scalars(index: Index, found: list[Piece]) -> Iterator[tuple[nn.Parameter, str, Any]]:
     """Optimizer state that is no tensor; if the parts differ, the first one's."""
     for key, name, piece in _of_state(index.scalars, found):
         for begin, end, value in index.scalars[key]:
-            if begin < piece.kept[1] and piece.kept[0] < end:
+            if (begin < piece.kept[1] and piece.kept[0] < end) or begin == end:
                 yield piece.parameter, name, value
                 break
 
 
 def _of_state(keys: Iterable[str], found: list[Piece]) -> Iterator[tuple[str, str, Piece]]:
-    """(key, name, parameter) of the optimizer state of which this rank has elements."""
-    mine = {piece.name: piece for piece in found if piece.kept[0] != piece.kept[1]}
+    """(key, name, parameter) of the optimizer state that this rank keeps: of parameters of which it
+    has elements, or which have none."""
+    mine = {p.name: p for p in found if p.kept[0] != p.kept[1] or 0 in p.shape}
     for key in keys:
         kind, name, parameter = parts_of(key)
         if kind == "optimizer" and parameter in mine:

@@ -35,7 +35,7 @@ from ringdp.parallel.checkpoint.spans import (
 )
 from ringdp.parallel.checkpoint.together import together
 from ringdp.parallel.engine import Engine
-from ringdp.parallel.optimizer.state import check_json, check_single, is_per_element
+from ringdp.parallel.optimizer.state import check_json, check_single, is_per_element, is_slice
 from ringdp.parallel.replicas import gather_json
 
 NOT_WRITTEN = "the checkpoint was not written"
@@ -129,6 +129,8 @@ class _RankData:
         states: dict[str, Tensor],
     ) -> None:
         """`states`: the tensors in modules' extra state."""
+        self._optimizer: Any = optimizer
+        self._slices = engine.stage.slices
         self.tensors: dict[str, Tensor] = {}
         self.facts: dict[str, list[Any]] = {}  # dtype, whole shape, begin, end, shape if single
         self.scalars: dict[str, list[Any]] = {}
@@ -141,7 +143,7 @@ class _RankData:
             )
             state = optimizer.state.get(piece.parameter, {}) if optimizer else {}
             for name, value in state.items():
-                self._state(piece, optimizer, name, value)
+                self._state(piece, name, value)
         if engine.comm.rank == 0:
             buffers = {f"buffer/{n}": b for n, b in persistent_buffers(engine.model).items()}
             for key, value in (buffers | states).items():
@@ -151,18 +153,23 @@ class _RankData:
         """The offset of each tensor's first element in the whole one."""
         return {k: [begin * (single is None)] for k, (_, _, begin, _, single) in self.facts.items()}
 
-    def _state(self, piece: Piece, optimizer: Any, name: Any, value: Any) -> None:
+    def _state(self, piece: Piece, name: Any, value: Any) -> None:
         if not isinstance(name, str) or "/" in name:
             raise CheckpointError(f"the optimizer has state {name!r}; allowed: names without /")
         key = f"optimizer/{name}/{piece.name}"
         if not isinstance(value, Tensor):
             check_json(optimizer, name, value, piece.name)
             self.scalars[key] = [*piece.writes, value]
-        elif is_per_element(name, value, piece.rest.shape):
+        elif self._is_per_element(piece, name, value):
             self._tensor(key, piece.own(value), piece.shape, piece.writes)
         else:
-            check_single(optimizer, name, value, piece.name)
+            check_single(self._optimizer, name, value, piece.name)
             self._tensor(key, value, piece.shape, piece.writes, list(value.shape))
+
+    def _is_per_element(self, piece: Piece, name: str, value: Tensor) -> bool:
+        if self._slices:
+            return is_slice(self._optimizer, name, value, piece.rest.numel())
+        return is_per_element(name, value, piece.shape)
 
     def _tensor(
         self,

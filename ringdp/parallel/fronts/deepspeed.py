@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -114,6 +115,7 @@ def initialize(
                 _bound(engine, live * itemsize)
             scaler = _scaler(engine, fp16)
             made = make if isinstance(make, Optimizer) else make(groups)
+            _check_step(made)
             scheduler = lr_scheduler(made) if callable(lr_scheduler) else lr_scheduler
         except Exception:
             with engine.full_parameters():
@@ -172,6 +174,19 @@ def _groups(model: nn.Module, optimizer: Any, parameters: Iterable[Any] | None) 
                     "the model's parameters; allowed: these, or dicts of them as torch.optim takes"
                 )
     return groups
+
+
+def _check_step(optimizer: Optimizer) -> None:
+    """Raise UsageError if its step needs a closure, as LBFGS's: the engine's takes none."""
+    kind = type(optimizer)
+    try:
+        inspect.signature(kind.step).bind(optimizer)
+    except TypeError as e:
+        raise UsageError(
+            f"initialize: step of {kind.__name__} needs an argument ({e}), and the engine's step() "
+            "calls it without any; allowed: optimizers that step so. ringdp.shard(stage=0) leaves "
+            "the calls of any optimizer to you"
+        ) from None
 
 
 def _check_scheduler(scheduler: Any, optimizer: object) -> None:

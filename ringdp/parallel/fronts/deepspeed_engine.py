@@ -66,6 +66,14 @@ class DeepSpeedEngine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of a model that has this as an attribute has None there."""
+        if id(self.module) not in memo:
+            raise UsageError(
+                "the engine of ringdp.initialize is copied; the copy could reach no other rank. "
+                "Copy its .module, within .engine.full_parameters(), and initialize that"
+            )
+
     forward = __call__  # the module's own would run without the engine's hooks
 
     def __getattr__(self, name: str) -> Any:

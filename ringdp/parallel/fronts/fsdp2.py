@@ -118,10 +118,9 @@ def fully_shard(
         type(m)._ringdp_asked = asked
     for m in (*modules, *inner):
         m.engine = engine
-    gathered = {unit.module for unit in engine.units}
     for m in (*modules, *live.values()):
-        # The engine casts those of units. Other modules have no parameters, or the model's.
-        inputs = policy.param if policy.cast_inputs and m not in gathered else None
+        casts = policy.cast_inputs and next(m.parameters(), None) is None  # else the engine does
+        inputs = policy.param if casts else None
         output = m._ringdp_asked.output_dtype
         cast_around(m, inputs, output, engine.computes, engine.add_hook)
     for m in (*modules, *inner):

@@ -120,7 +120,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, JoinableOverGroup):
         for unit in self._units:
             unit.take()
             for p, own, part in zip(unit.wholes, unit.parameters, unit.cut.parts, strict=True):
-                if p.grad is not None and own.numel():
+                if p.grad is not None and (own.numel() or not p.numel()):
                     own.grad = p.grad.reshape(-1)[slice(*part)]
         whole = needs_whole(self.optim) and WholeStep(self.comm, self._units, self.optim)
         try:

@@ -118,7 +118,7 @@ def _mark(tensor: Tensor, of: weakref.ref[nn.Parameter], into: type[Slice] = Sli
 
 def _owner(parameter: nn.Parameter | None, what: str) -> SliceOwner:
     """Raises UsageError, which begins with `what`, if the parameter or the owner is gone."""
-    owner = _OWNERS[parameter]() if parameter is not None else None
+    owner = None if parameter is None else _OWNERS.get(parameter, lambda: None)()
     if owner is None:
         raise UsageError(f"{what}, but the engine that has the other slices is gone")
     return cast(SliceOwner, owner)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,7 +26,7 @@ from ringdp.parallel.unit import FlatUnit
 
 class Stepped(Protocol):
     """An engine. The optimizer's own step hooks, which are the user's, run between `before_step`
-    and `step.enter`, and between `step.leave` and `after_step`."""
+    and `step.enter`, and between `step.leave` and `step.end`."""
 
     @property
     def step(self) -> Step: ...
@@ -34,13 +34,11 @@ class Stepped(Protocol):
     def before_step(self, optimizer: Optimizer) -> bool:
         """Returns whether `step.enter` must follow."""
 
-    def after_step(self, optimizer: Optimizer) -> None: ...
-
 
 def listen(engine: Stepped) -> list[Any]:
     """Calls these around every step of any optimizer, until the returned handles are removed.
 
-    A closure that the step is given runs between an `after_step` and a `before_step`. In a compiled
+    A closure that the step is given runs between a `step.end` and a `before_step`. In a compiled
     step they run between graphs, which cannot hold a change of a parameter's class.
     """
     handles: list[Any] = []
@@ -62,7 +60,7 @@ def listen(engine: Stepped) -> list[Any]:
 
             def closure() -> Any:
                 engine.step.leave(optimizer)
-                engine.after_step(optimizer)
+                engine.step.end(optimizer)
                 loss = given()
                 if engine.before_step(optimizer):
                     engine.step.enter(optimizer)
@@ -83,7 +81,7 @@ def listen(engine: Stepped) -> list[Any]:
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def end(optimizer: Optimizer, *_: object) -> None:
-        engine.after_step(optimizer)
+        engine.step.end(optimizer)
 
     handles += register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)
     return handles
@@ -104,13 +102,21 @@ def has_any(optimizer: Optimizer, units: Sequence[FlatUnit]) -> bool:
     return not stepped.isdisjoint(ours)
 
 
+def refuse_within() -> NoReturn:
+    raise UsageError(
+        "an optimizer steps within full_parameters(); step it after that. If it was a function of "
+        "torch's, such as set_state_dict, which steps one that has no state yet, call the "
+        "optimizer's own state_dict() or load_state_dict()"
+    )
+
+
 class Step:
     """What units' parameters are while an optimizer steps them."""
 
     def __init__(self, comm: Communicator, units: Sequence[FlatUnit]) -> None:
         self.comm, self.units = comm, units
         self._whole: WholeStep | None = None
-        # parameters without elements on this rank, and their gradients
+        # parameters with elements on other ranks only, and their gradients
         self._emptied: list[tuple[nn.Parameter, Tensor]] = []
 
     def begin(self, optimizer: Optimizer) -> bool:
@@ -127,10 +133,11 @@ class Step:
         """Also take away gradients without elements, for which an optimizer would keep state."""
         for unit in self.units:
             resting.become(unit.parameters, nn.Parameter)
-            for p in unit.parameters if unit.slices else ():
+            entries = unit.plan.entries if unit.slices else ()
+            for p, entry in zip(unit.parameters, entries, strict=False):
                 if isinstance(p.grad, sliced.Slice):
                     p.grad.__class__ = Tensor  # type: ignore[assignment]
-                if p.grad is not None and not p.numel():
+                if p.grad is not None and entry.elements and not p.numel():
                     self._emptied.append((p, p.grad.new_empty(0)))  # which holds no memory
                     p.grad = None
 
@@ -146,7 +153,7 @@ class Step:
             self._whole = None
             self._restore()
 
-    def end(self) -> None:
+    def end(self, _: Optimizer) -> None:
         """After any optimizer's step. Every rank has gradients of the same parameters again, for
         their norms."""
         self._restore()

@@ -97,7 +97,7 @@ def _ready(params: Iterable[Tensor]) -> list[Tensor]:
     ready = []
     for p in params:
         grad = p.grad
-        if grad is None or not p.numel():
+        if grad is None:
             continue
         for x, what in ((p, "a parameter"), (grad, "a gradient")):
             if x.dtype != torch.float32 or not x.is_contiguous():

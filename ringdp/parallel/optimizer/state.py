@@ -23,8 +23,9 @@ from ringdp.parallel.guards import sliced
 from ringdp.parallel.optimizer.kinds import needs_whole
 from ringdp.parallel.replicas import gather_json
 
-_SINGLE = "_ringdp_single"
+_SLICE = "_ringdp_slice"
 _TAKEN = WeakKeyDictionary[Optimizer, WeakSet[SliceOwner]]()  # whose slices each steps
+_LEFT = WeakSet[Optimizer]()  # these keep state of slices, where parameters are whole by now
 
 
 def take(optimizer: Optimizer, owner: SliceOwner) -> None:
@@ -33,13 +34,35 @@ def take(optimizer: Optimizer, owner: SliceOwner) -> None:
     if owner in _TAKEN.get(optimizer, ()):
         return
     keep_slices(optimizer, owner.units)
+    _LEFT.discard(optimizer)
     # A wrapper of another optimizer, such as timm's Lookahead, may leave out Optimizer.__init__. It
     # has no hooks then, and its state_dict is that of the other one.
     if optimizer not in _TAKEN and hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
         optimizer.register_state_dict_post_hook(_saved)
         optimizer.register_load_state_dict_post_hook(_loaded)
+        optimizer.register_step_pre_hook(_check_state)
         optimizer.__getstate__ = refuse_copy  # type: ignore[method-assign]
     _TAKEN.setdefault(optimizer, WeakSet()).add(owner)
+
+
+def leave(owner: SliceOwner) -> None:
+    """Its parameters are whole from now on. Gradients and optimizers' states are not: drop and
+    refuse them."""
+    parameters = [p for unit in owner.units for p in unit.parameters]
+    sliced.forget(parameters)
+    for p in parameters:
+        p.grad = None
+    _LEFT.update(o for o, owners in _TAKEN.items() if owner in owners and any(o.state.values()))
+
+
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def _check_state(optimizer: Optimizer, *_: object) -> None:
+    if optimizer in _LEFT:
+        raise UsageError(
+            "an optimizer steps a model that close() has left whole, with state of this rank's "
+            "flat slices of it. Let it, or another one, load the state_dict() that it had within "
+            "full_parameters() before the close(), or go on with another one from no state"
+        )
 
 
 def _owners(optimizer: Optimizer) -> list[SliceOwner | None]:
@@ -47,7 +70,7 @@ def _owners(optimizer: Optimizer) -> list[SliceOwner | None]:
 
 
 def _saved(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    for engine in _owners(optimizer) or [None]:  # none: they are whole by now, its state is not
+    for engine in _owners(optimizer) or [None] * (optimizer in _LEFT):
         if engine is None or engine.closed or not engine.gathers_state:
             raise UsageError(
                 "state_dict of a sharded model's optimizer: what it keeps is of this rank's flat "
@@ -68,6 +91,7 @@ def refuse_copy() -> NoReturn:
 
 
 def _loaded(optimizer: Optimizer) -> None:
+    _LEFT.discard(optimizer)
     for engine in _owners(optimizer):
         if engine is not None and not engine.closed:
             keep_slices(optimizer, engine.units)
@@ -86,11 +110,10 @@ def keep_slices(optimizer: Optimizer, units: Sequence[Slices]) -> None:
                 if not isinstance(value, Tensor):
                     continue
                 if is_per_element(name, value, shape):
-                    state[name] = value.reshape(-1)[begin:end].clone()
-                elif needs_whole(optimizer) or not is_per_element(name, value, (end - begin,)):
+                    state[name] = marked(value.reshape(-1)[begin:end].clone())
+                elif not is_slice(optimizer, name, value, end - begin):
                     check_single(optimizer, name, value, entry.name)
-                    mark_single(value)
-            if begin == end:
+            if entry.elements and begin == end:
                 optimizer.state.pop(p, None)
 
 
@@ -161,14 +184,22 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 def is_per_element(name: str, value: Any, shape: Sequence[int]) -> bool:
     """Whether state has one value for each element of what has that shape."""
-    tensor = isinstance(value, Tensor) and not hasattr(value, _SINGLE)
-    return tensor and name != "step" and (*value.shape,) == (*shape,)
+    return isinstance(value, Tensor) and name != "step" and (*value.shape,) == (*shape,)
 
 
-def mark_single(value: Tensor) -> None:
-    """It goes with all of a slice, although it may have the slice's shape: with a weight of
-    [d, 1], whose slice is [d], go Adafactor's sums of rows, [d]."""
-    setattr(value, _SINGLE, True)
+def is_slice(optimizer: Optimizer, name: str, value: Any, elements: int) -> bool:
+    """Whether state has one value for each of this rank's elements of a parameter. Where whole
+    parameters are stepped only what is marked has: with a weight of [d, 1], whose slice is [d], go
+    Adafactor's sums of rows, [d], too."""
+    if needs_whole(optimizer):
+        return hasattr(value, _SLICE)
+    return is_per_element(name, value, (elements,))
+
+
+def marked(value: Tensor) -> Tensor:
+    """The same, marked as a slice of state."""
+    setattr(value, _SLICE, True)
+    return value
 
 
 def check_single(optimizer: Optimizer, name: str, value: Tensor, parameter: str) -> None:
@@ -208,7 +239,7 @@ def _described(
         return None, None, value
     dtype = str(value.dtype).removeprefix("torch.")
     begin, end = unit.cut.spans[at]
-    if is_per_element(name, value, (end - begin,)):
+    if is_slice(optimizer, name, value, end - begin):
         return dtype, None, None
     check_single(optimizer, name, value, unit.plan.entries[at].name)
     return dtype, list(value.shape), None
@@ -226,7 +257,7 @@ def _gather(
     own = torch.zeros(unit.plan.shard, dtype=dtype, device=unit.parameters[0].device)
     for p, (begin, end) in zip(unit.parameters, unit.cut.spans, strict=True):
         value = optimizer.state.get(p, {}).get(name)
-        if is_per_element(name, value, (end - begin,)):
+        if is_slice(optimizer, name, value, end - begin):
             own[begin:end] = value
     here = root in (None, comm.rank)
     full = own.new_empty(unit.plan.padded, device=own.device if here else "meta")

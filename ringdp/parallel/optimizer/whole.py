@@ -21,14 +21,15 @@ from torch.optim import Optimizer
 from ringdp.comm import Communicator
 from ringdp.parallel.cut import Slices
 from ringdp.parallel.guards.computed import set_data
-from ringdp.parallel.optimizer.state import as_bytes, is_json, is_per_element, mark_single
+from ringdp.parallel.optimizer.state import as_bytes, is_json, is_per_element, is_slice, marked
 from ringdp.parallel.replicas import gather_json
 
 State = dict[str, Any]
 
 
 class Place(NamedTuple):
-    """A parameter that has elements. parts[rank]: (begin, end) of that rank's, if it has some."""
+    """parts[rank]: (begin, end) of that rank's elements, if it has some. A parameter without any is
+    every rank's own."""
 
     parameter: nn.Parameter
     shape: torch.Size
@@ -52,7 +53,7 @@ class WholeStep:
     def __init__(self, comm: Communicator, units: Sequence[Slices], optimizer: Optimizer) -> None:
         """Collective. All ranks must have gradients of the same parameters."""
         self.comm, self.optimizer = comm, optimizer
-        places = _places(units, optimizer)
+        places = _places(units, optimizer, comm.rank)
         self.moves = any(len(place.parts) > 1 for place in places)
         devices = [place.parameter.device for place in places]
         self.exchange = Exchange(comm, devices[0] if devices else torch.device("cpu"))
@@ -65,8 +66,8 @@ class WholeStep:
         }
         whole = []
         for loan in self.loans.values():
-            shape = loan.values.shape
-            slices = {k: v for k, v in loan.state.items() if is_per_element(k, v, shape)}
+            size, old = loan.values.numel(), loan.state.items()
+            slices = {k: v for k, v in old if is_slice(optimizer, k, v, size)}
             values, gradient = (self._lend(loan, t) for t in (loan.values, loan.gradient))
             state = loan.state | {name: self._lend(loan, t) for name, t in slices.items()}
             whole.append((values, gradient, state))
@@ -149,10 +150,7 @@ class WholeStep:
         values = p.data.reshape(-1)[part]
         if values.data_ptr() != loan.values.data_ptr():
             loan.values.copy_(values)
-        for name, value in state.items():
-            if isinstance(value, Tensor) and name not in flat:
-                mark_single(value)
-        return state | {k: v[part].clone() if others else v for k, v in flat.items()}
+        return state | {k: marked(v[part].clone() if others else v) for k, v in flat.items()}
 
     def _receive(self, loan: Loan, facts: list[Any]) -> State:
         """Elsewhere: the new state, once the exchange has run."""
@@ -169,21 +167,19 @@ class WholeStep:
                 dtype=getattr(torch, dtype),
                 device=device,
             )
-            if shape is not None:
-                mark_single(value)
             self.exchange.receive(loan.owner, value)
-            state[name] = value
+            state[name] = marked(value) if shape is None else value
         return state
 
 
-def _places(units: Sequence[Slices], optimizer: Optimizer) -> list[Place]:
-    """The same on all ranks."""
+def _places(units: Sequence[Slices], optimizer: Optimizer, rank: int) -> list[Place]:
+    """In the same order on all ranks."""
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     return [
-        Place(p, shape, unit.plan.parts(entry))
+        Place(p, shape, unit.plan.parts(entry) or {rank: (0, 0)})
         for unit in units
         for entry, p, shape in zip(unit.plan.entries, unit.parameters, unit.cut.shapes, strict=True)
-        if id(p) in stepped and entry.elements
+        if id(p) in stepped
     ]
 
 

@@ -42,15 +42,15 @@ def called(model: nn.Module) -> list[nn.Module]:
 
 def cast_at(
     model: nn.Module,
-    units: Iterable[nn.Module],
+    chosen: Iterable[nn.Module],
     precision: Precision,
     active: Callable[[], bool],
     add_hook: AddHook,
 ) -> None:
-    """Cast inputs and outputs while `active`. `units`: modules, the model among them."""
+    """Cast inputs and outputs while `active`. `chosen`: as units, the model among them."""
     kept, within = precision.kept(model)
     if precision.cast_inputs:
-        for module in called(model) if precision.cast_inputs == "model" else units:
+        for module in called(model) if precision.cast_inputs == "model" else chosen:
             if module not in within:
                 cast_around(module, precision.param, None, active, add_hook)
     for module in kept:

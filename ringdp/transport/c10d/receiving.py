@@ -9,16 +9,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from ringdp.schedule.program import NONE, Program, Row
-from ringdp.transport.base import Stamp, Stamped
+from ringdp.transport.base import FailureKind, Stamped
 from ringdp.transport.c10d.wire import COLLECTIVE, Incoming
 from ringdp.transport.rows import Rows
-
-
-class Unexpected(Exception):
-    """A message whose stamp is not that of the collective."""
-
-    def __init__(self, peer: int, expected: Stamp, found: Stamp) -> None:
-        self.peer, self.expected, self.found = peer, expected, found
+from ringdp.transport.store.failures import Failed
 
 
 class Receiving:
@@ -54,7 +48,7 @@ class Receiving:
                     message.post()
 
     def value(self, at: int) -> Tensor | None:
-        """Return what row `at` receives, if it receives anything. Raises Unexpected."""
+        """Return what row `at` receives, if it receives anything. Raises Failed."""
         row, after = self._program.listed[at], self._program.listed[at + 1 : at + 2]
         if row.recv_peer == NONE:
             return None
@@ -77,7 +71,7 @@ class Receiving:
         found, size, room = message.stamp, self._buffer.element_size(), self._rows.room(row)
         expected = self._ours.call[0], self._ours.digest, found[2] if room is None else room * size
         if found != expected or found[2] % size or not 0 <= found[2] <= self._buffer.nbytes:
-            raise Unexpected(row.recv_peer, expected, found)
+            raise Failed(FailureKind.MISMATCH, row.recv_peer, expected, found)
         into = self._rows.place(at)
         if into is None:
             into = self._buffer.new_empty(found[2] // size)

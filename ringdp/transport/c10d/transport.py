@@ -31,42 +31,26 @@ from ringdp.schedule.program import Row
 from ringdp.transport import threads
 from ringdp.transport.base import (
     MESSAGE,
-    NOTHING,
     Exchange,
     Failure,
     FailureKind,
     Issued,
     Prepared,
     Run,
-    Stamp,
     Stamped,
     Transport,
 )
 from ringdp.transport.c10d import wire
-from ringdp.transport.c10d.receiving import Receiving, Unexpected
+from ringdp.transport.c10d.receiving import Receiving
 from ringdp.transport.c10d.shutdown import Sending, cut, retire, watch_for_end
 from ringdp.transport.c10d.wire import COLLECTIVE, INLINE, tag_of
 from ringdp.transport.records import Call, Observed, RankRecord
 from ringdp.transport.rows import Rows, Unequal
 from ringdp.transport.store.client import StoreClient
-from ringdp.transport.store.failures import Failures, some_rank
+from ringdp.transport.store.failures import Failed, Failures, some_rank
 from ringdp.transport.store.status import StatusBoard, listen
 
 GOLDEN = 0x9E3779B97F4A7C15  # see csrc/progress.hpp
-
-
-class Failed(Exception):
-    """A `Failure` that this rank has found."""
-
-    def __init__(
-        self,
-        kind: FailureKind,
-        rank: int,
-        expected: Stamp = NOTHING,
-        found: Stamp = NOTHING,
-        why: str = "",
-    ) -> None:
-        self.report = kind, rank, expected, found, why
 
 
 class C10dTransport(Transport):
@@ -268,8 +252,6 @@ class C10dTransport(Transport):
             self._status.waits(row.round, row.recv_peer)
             try:
                 sent = rows.run(at, receiving.value(at))
-            except Unexpected as e:
-                raise Failed(FailureKind.MISMATCH, e.peer, e.expected, e.found) from None
             except Unequal:
                 raise Failed(FailureKind.MISMATCH, some_rank(row.recv_peer, self.rank)) from None
             if sent is not None:

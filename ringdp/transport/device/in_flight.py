@@ -10,6 +10,7 @@ been raised by no call by then, it is reported and the process exits with 1.
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -28,11 +29,11 @@ from torch.distributed.distributed_c10d import Store
 from ringdp import _core
 from ringdp.errors import UsageError
 from ringdp.transport.base import Failure, FailureKind, Stamped, Transport
-from ringdp.transport.c10d.transport import C10dTransport, Failed, attempt
+from ringdp.transport.c10d.transport import C10dTransport, attempt
 from ringdp.transport.device.launch_queue import leave
 from ringdp.transport.device.streams import End, streams
 from ringdp.transport.records import Call
-from ringdp.transport.store.failures import LOOK
+from ringdp.transport.store.failures import LOOK, Failed
 from ringdp.transport.store.handshake import Handshake
 
 PATIENCE = 5.0  # seconds that an abort may take before it is abandoned: it can hang as well
@@ -180,7 +181,7 @@ class Watching(C10dTransport):
         self._streams.watch()
         while self._failures.failure is None:
             # a graph replay notifies nobody, so poll
-            self._failures.wait_until(self._busy, LOOK if self._captured else None)
+            self._failures.wait_until(self._busy, LOOK if self._captured else math.inf)
             with self._translated():
                 self._reap()
                 self._check_health()

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from ringdp.errors import UsageError
 from ringdp.transport.base import FailureKind, Run, Stamped
-from ringdp.transport.c10d.transport import Failed
 from ringdp.transport.device.in_flight import Given, InFlight, Met, Watching
 from ringdp.transport.device.launch_queue import launches
 from ringdp.transport.records import Call
+from ringdp.transport.store.failures import Failed
 
 
 class DeviceTransport(Watching):

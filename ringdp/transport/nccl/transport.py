@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ringdp.transport.base import STAMP_BYTES, Exchange, FailureKind, Issued, Prepared, Run, Stamped
-from ringdp.transport.c10d.transport import Failed
 from ringdp.transport.device.in_flight import Given, Met
 from ringdp.transport.device.streams import device_of
 from ringdp.transport.device.transport import DeviceTransport
@@ -20,6 +19,7 @@ from ringdp.transport.nccl.library import INVALID_USAGE, binding, communicator, 
 from ringdp.transport.nccl.plan import plan
 from ringdp.transport.nccl.tiles import Tiles, slab_of, staging_shape
 from ringdp.transport.records import Call
+from ringdp.transport.store.failures import Failed
 
 LAUNCH = 0.1  # s that `_leave_device` waits for a launch, which can be stuck, before it aborts NCCL
 

@@ -26,7 +26,6 @@ from torch.distributed import DistError
 
 from ringdp.errors import CommunicationError
 from ringdp.transport.base import Exchange, FailureKind, Prepared, Run, Stamped
-from ringdp.transport.c10d.transport import Failed
 from ringdp.transport.device import in_flight
 from ringdp.transport.device.in_flight import Given
 from ringdp.transport.device.streams import device_of
@@ -35,6 +34,7 @@ from ringdp.transport.peer import jobs
 from ringdp.transport.peer.jobs import SLAB, Fault, Shape, kernel_name
 from ringdp.transport.peer.kernels import Launch, kernels_on, resident
 from ringdp.transport.peer.windows import windows
+from ringdp.transport.store.failures import Failed
 from ringdp.transport.store.handshake import FIRST_PAUSE, LONGEST_PAUSE, Handshake
 
 DEPTH = 4  # FIFO slots of a channel: the fused ring needs 2

@@ -12,6 +12,7 @@ as waiting callers have a timeout.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -28,6 +29,20 @@ from ringdp.transport.store.processes import text_of
 
 LOOK = 0.1  # seconds between looks into the store
 LAST_LOOKS = 5  # before a rank that has closed is lost: its last messages may be in flight
+
+
+class Failed(Exception):
+    """A `Failure` that this rank has found, for `Failures.fail`."""
+
+    def __init__(
+        self,
+        kind: FailureKind,
+        rank: int,
+        expected: Stamp = NOTHING,
+        found: Stamp = NOTHING,
+        why: str = "",
+    ) -> None:
+        self.report = kind, rank, expected, found, why
 
 
 class Failures:
@@ -70,7 +85,7 @@ class Failures:
             self.failure = failure  # not before: a waiting thread raises what it sees here
         self._ring()
 
-    def wait_until(self, holds: Callable[[], object], timeout: float | None = None) -> None:
+    def wait_until(self, holds: Callable[[], object], timeout: float = math.inf) -> None:
         """Return when `holds()` is true or there is a failure, or after `timeout` seconds."""
         self.changed.wait_for(lambda: self.failure or holds(), timeout)
 
@@ -119,7 +134,7 @@ class Failures:
         those that it waits for, and all that had not finished the collective that it runs."""
         if self.failure is not None:
             return
-        waiting = dict(list(self._waiting.items()))
+        waiting = self._waiting.copy()
         try:
             failed, closed = self._store.ask(partial(self._found, waiting, collective))
         except StoreSilent:
@@ -130,7 +145,7 @@ class Failures:
             return
         if failed is not None:
             with self.lock:
-                self.failure = self.failure or _parsed(failed, self.rank, self.ranks)
+                self.failure = self.failure or failed
             self._ring()
             return
         self._closed = {key: self._closed.get(key, 0) + 1 for key in closed}
@@ -140,10 +155,10 @@ class Failures:
 
     def _found(
         self, waiting: dict[int, int], collective: int | None, store: Store
-    ) -> tuple[bytes | None, list[tuple[int, int]]]:
+    ) -> tuple[Failure | None, list[tuple[int, int]]]:
         """Return the reported failure, and the keys of `_closed` for ranks that have closed."""
-        if store.check(["failed"]):
-            return store.get("failed"), []
+        if failed := failure_in(store, self.ranks, self.rank):
+            return failed, []
         closed = [(key, rank) for key, rank in waiting.items() if self._closed_in(rank, store)]
         if collective is not None and store.check(["closed"]):
             closed += [(-1 - collective, r) for r in self._without(collective, store)]
@@ -157,11 +172,9 @@ class Failures:
                 yield rank
 
 
-def failure_in(store: Store, ranks: int) -> Failure | None:
-    """Return the failure, if any, of the transport that uses this store."""
-    if not store.check(["failed"]):
-        return None
-    return _parsed(store.get("failed"), 0, ranks)
+def failure_in(store: Store, ranks: int, here: int = 0) -> Failure | None:
+    """Return the failure, if any, of the transport that uses this store, as seen by rank `here`."""
+    return _parsed(store.get("failed"), here, ranks) if store.check(["failed"]) else None
 
 
 def some_rank(rank: int, here: int) -> int:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -297,27 +298,49 @@ def assert_gone(pids: list[int]) -> None:
 
 
 class Scripted:
-    """Stands in for the rank processes: every call takes a microsecond, and at the second size a
-    rank dies."""
+    """Stands in for the rank processes: every call takes a microsecond, and something happens from
+    the second size on."""
 
     version = "1"
 
-    def __init__(self) -> None:
+    def __init__(self, happens: Callable[[], None]) -> None:
         self.counts: set[int] = set()
+        self.happens = happens
 
     def run(self, command: Round) -> list[Times]:
         self.counts.add(command.task.count)
-        if len(self.counts) == 2:
-            raise RankError("rank 1 died")
+        if len(self.counts) > 1:
+            self.happens()
         return [Times([1000] * command.calls, 0)] * 2
 
 
-def test_rows_measured_before_a_failure_are_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scripted = {name: Scripted() for name in ("shm", "probe")}
-    monkeypatch.setattr(run, "groups", lambda *_, **__: nullcontext(scripted))
-    file = tmp_path / "rows.json"
-    sizes = ["--min", "1K", "--max", "4K", "--rounds", "1", "--json", str(file)]
-    assert main(["bench", "all_reduce", *sizes]) != 0
+@pytest.fixture
+def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, Path]]:
+    """scripted(happens): a run of three sizes by `Scripted`; its exit code, and its file."""
+
+    def scripted(happens: Callable[[], None]) -> tuple[int, Path]:
+        ranks = {name: Scripted(happens) for name in ("shm", "probe")}
+        monkeypatch.setattr(run, "groups", lambda *_, **__: nullcontext(ranks))
+        file = tmp_path / "rows" / "rows.json"
+        file.parent.mkdir()
+        sizes = ["--min", "1K", "--max", "16K", "--rounds", "1", "--json", str(file)]
+        return main(["bench", "all_reduce", *sizes]), file
+
+    return scripted
+
+
+def test_rows_measured_before_a_failure_are_written(scripted) -> None:
+    def die() -> None:
+        raise RankError("rank 1 died")
+
+    code, file = scripted(die)
+    assert code == 1
     assert {row.bytes for row in read(file).rows} == {1024}
+
+
+def test_rows_are_shown_even_if_they_cannot_be_written(scripted, tmp_path: Path, capsys) -> None:
+    code, file = scripted(lambda: shutil.rmtree(tmp_path / "rows", ignore_errors=True))
+    shown = capsys.readouterr()
+    assert code == 1
+    assert shown.err == f"ringdp: cannot write {file}: No such file or directory\n"
+    assert {"1,024", "4,096", "16,384"} <= {*shown.out.split("all_reduce, 2 ranks")[1].split()}

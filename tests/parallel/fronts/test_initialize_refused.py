@@ -143,6 +143,7 @@ def config(**values: Any) -> dict[str, Any]:
             {"config": SIZED | {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}},
             "config.optimizer.params: lr is 'auto'; allowed: its value",
         ),
+        ({"optimizer": torch.optim.LBFGS}, r"step of LBFGS needs an argument \(.*'closure'"),
         ({"config": SIZED}, "optimizer=None.*allowed: an optimizer, what makes one"),
         (config(train_batch_size=7, gradient_accumulation_steps=2), "is not micro"),
         (config(zero_optimization={"stage": 7}), "stage is 7"),

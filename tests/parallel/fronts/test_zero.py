@@ -73,6 +73,18 @@ def test_states_are_saved_and_loaded_as_torchs(comm: Communicator, kind: Any) ->
         assert equal(weights, exact)
 
 
+def test_a_parameter_without_elements_has_state():
+    optimizer = fronts.ZeroRedundancyOptimizer(
+        [nn.Parameter(torch.ones(n)) for n in (0, 3)], torch.optim.Adam, ringdp.init()
+    )
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    optimizer.consolidate_state_dict()
+    moments = [state["exp_avg"].shape for state in optimizer.state_dict()["state"].values()]
+    assert moments == [(0,), (3,)]
+
+
 @on_ranks(2)
 def test_hooks_of_a_load_are_called_as_torchs(comm: Communicator) -> None:
     """One before it may give other state, which is loaded; one after it sees what was."""

@@ -47,6 +47,26 @@ def test_a_deepcopy_is_an_ordinary_model(
     engine.close()
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(1)
+def test_the_engine_of_initialize_is_not_copied(comm: Communicator, stage: int) -> None:
+    model, config = net(), {"train_micro_batch_size_per_gpu": 4}
+    engine, *_ = ringdp.initialize(
+        model=model, optimizer=ringdp.AdamW, comm=comm,
+        config=config | {"zero_optimization": {"stage": stage}},
+    )  # fmt: skip
+    model.trained_by = engine  # type: ignore[assignment]
+    with engine.engine.full_parameters():
+        with pytest.raises(UsageError, match=r"is copied.* Copy its \.module"):
+            copy.deepcopy(engine)
+        twin = copy.deepcopy(engine.module)
+    assert twin.trained_by is None
+    again, *_ = ringdp.initialize(model=twin, optimizer=ringdp.AdamW, comm=comm, config=config)
+    again.backward(loss(again))
+    again.engine.close()
+    engine.engine.close()
+
+
 @on_ranks(2)
 def test_a_module_that_fully_shard_took_names_what_to_use_when_pickled(comm: Communicator) -> None:
     model = ringdp.fully_shard(net(), comm=comm)

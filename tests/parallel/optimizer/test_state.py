@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections import OrderedDict, defaultdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -190,6 +192,88 @@ def test_the_state_dict_is_gathered_by_the_models_current_engine(comm: Communica
     step(model, optimizer, 1)
     with engine.full_parameters():
         assert_same(optimizer.state_dict(), exact.state_dict())
+    engine.close()
+
+
+@pytest.mark.parametrize("loads", [True, False])
+@on_ranks(2)
+def test_state_of_slices_does_not_step_a_model_left_whole(comm: Communicator, loads: bool) -> None:
+    """It may load its whole state, and is then an ordinary optimizer."""
+    model, twin = net(), net()
+    exact = torch.optim.Adam(twin.parameters())
+    engine = ringdp.shard(model, stage=2, comm=comm)
+    optimizer = torch.optim.Adam(model.parameters())
+    step(model, optimizer, 0)
+    step(twin, exact, 0)
+    with engine.full_parameters():
+        state = optimizer.state_dict()
+        engine.close()
+    if loads:
+        optimizer.load_state_dict(state)
+        step(model, optimizer, 1)
+        step(twin, exact, 1)
+        assert_same(optimizer.state_dict(), exact.state_dict())
+        torch.testing.assert_close([*model.parameters()], [*twin.parameters()])
+    else:
+        with pytest.raises(UsageError, match=r"steps a model that close\(\) has left whole"):
+            step(model, optimizer, 1)
+        with pytest.raises(UsageError, match="flat slices"):
+            optimizer.state_dict()
+
+
+class Hollow(nn.Module):
+    """Parameters without elements, among others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.ones(0))
+        self.linear = nn.Linear(6, 6)
+        with warnings.catch_warnings(action="ignore"):  # that there is nothing to initialize
+            self.none = nn.Linear(0, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.linear(x) + self.none(x[:, :0]) + self.first.sum()
+        return out
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, ringdp.AdamW])
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_parameters_without_elements_have_state(
+    comm: Communicator, tmp_path: Path, stage: int, kind: Any
+) -> None:
+    torch.manual_seed(0)
+    twin = Hollow()
+    models = [copy.deepcopy(twin) for _ in range(2)]
+    exact = torch.optim.AdamW(twin.parameters())
+    engine, other = (ringdp.shard(m, stage=stage, comm=comm) for m in models)
+    optimizer, fresh = (kind(m.parameters()) for m in models)
+    for m, o in ((twin, exact), (models[0], optimizer)):
+        step(m, o, 0, 1)
+    assert engine.memory(optimizer) == engine.memory_formula()
+    ringdp.save(tmp_path, engine, optimizer)
+    ringdp.load(tmp_path, other, fresh)
+    for e, o in ((engine, optimizer), (other, fresh)):
+        with e.full_parameters(write=True):
+            torch.testing.assert_close(o.state_dict()["state"], exact.state_dict()["state"])
+            saved = get_state_dict(e.model, o)
+            set_state_dict(e.model, o, model_state_dict=saved[0], optim_state_dict=saved[1])
+            torch.testing.assert_close(o.state_dict()["state"], exact.state_dict()["state"])
+        e.close()
+
+
+@on_ranks(1)
+def test_torchs_functions_of_an_optimizer_without_state_name_its_own(comm: Communicator) -> None:
+    """Torch's make the state by a step."""
+    model, twin = net(), net()
+    exact = torch.optim.Adam(twin.parameters())
+    step(twin, exact, 0)
+    engine = ringdp.shard(model, stage=3, comm=comm)
+    optimizer = torch.optim.Adam(model.parameters())
+    with engine.full_parameters(write=True):
+        saved = get_optimizer_state_dict(twin, exact)
+        with pytest.raises(UsageError, match=r"optimizer's own state_dict\(\) or load_state_dict"):
+            set_optimizer_state_dict(model, optimizer, saved)
     engine.close()
 
 

@@ -128,10 +128,7 @@ def test_its_state_is_whole_in_a_state_dict(comm: Communicator) -> None:
 
 
 def assert_state(found: dict[str, Any], exact: dict[str, Any]) -> None:
-    """In slices, that of a parameter without elements is on no rank."""
-    for whole in (found, exact):
-        whole["state"] = {k: v for k, v in whole["state"].items() if v["shape"] != [0, 3]}
-    torch.testing.assert_close(found, exact, rtol=0, atol=0)
+    torch.testing.assert_close(found, exact, rtol=0, atol=0, equal_nan=True)
 
 
 def saves(comm: Communicator, path: Path, stage: int) -> None:
@@ -304,7 +301,7 @@ def test_owners_step_about_as_many_elements() -> None:
         for ps in [[nn.Parameter(torch.empty(e.elements)) for e in plan.entries]]
     ]
     optimizer = Centred(p for unit in units for p in unit.parameters)
-    places = _places(units, optimizer)
+    places = _places(units, optimizer, 0)
     load = Counter[int]()
     for place, owner in zip(places, _owners(places, 8), strict=True):
         assert owner in place.parts
