@@ -158,7 +158,7 @@ class _RankData:
             raise CheckpointError(f"the optimizer has state {name!r}; allowed: names without /")
         key = f"optimizer/{name}/{piece.name}"
         if not isinstance(value, Tensor):
-            check_json(optimizer, name, value, piece.name)
+            check_json(self._optimizer, name, value, piece.name)
             self.scalars[key] = [*piece.writes, value]
         elif self._is_per_element(piece, name, value):
             self._tensor(key, piece.own(value), piece.shape, piece.writes)
