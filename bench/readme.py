@@ -60,11 +60,12 @@ def best() -> str:
     for name, case, way, other in (
         ("ddp_step", "training step, DDP", "ringdp", f"torch over gloo{KEPT}"),
         ("zero_step", "training step, stage 3", "stage 3", f"FSDP2 over gloo{KEPT}"),
+        ("muon_step", "the same with Muon", "stage 3", f"FSDP2 over gloo{KEPT}"),
     ):
         steps = [turns.Row(**row) for row in load(name)["steps"]]
         (ours,) = (row for row in steps if row.name == way)
         (peer,) = (row for row in steps if row.by["kept"] == 1)
-        times = f"{ours.median:.0f} ms", f"{peer.median:.0f} ms ({other})"
+        times = f"{ours.median:,.0f} ms", f"{peer.median:,.0f} ms ({other})"
         lines.append([case, *times, f"{ours.by['kept']:.2f}"])
     table = markdown(["2 ranks, medians", "ringdp", "the best of others", "ringdp / it"], lines)
     least, case = min((found, r.case) for r in REQUIRED if (found := reached(r, median, OTHER)))
@@ -197,7 +198,8 @@ def _on(machine: Machine) -> str:
 
 def _loads(machines: Iterable[Machine]) -> str:
     began = sorted(float(machine["load"].split()[0]) for machine in machines)
-    return f"with a load of {began[0]:.1f} to {began[-1]:.1f} when a run began"
+    loads = " to ".join(dict.fromkeys(f"{load:.1f}" for load in (began[0], began[-1])))
+    return f"with a load of {loads} when a run began"
 
 
 def torch_backend() -> str:
@@ -250,12 +252,17 @@ def zero_step() -> str:
     )
 
 
+def muon_step() -> str:
+    """Times of a step with Muon, from `python -m bench.muon_step`."""
+    return _steps(load("muon_step"), "FSDP2 over gloo")
+
+
 def _steps(found: dict[str, Any], peer: str) -> str:
     others = [f"/ {other}" for other in ("one process alone", peer, "the same, freed memory kept")]
     model = f"{found['parameters']:,} parameters, {found['ranks']} ranks"
     lines = []
     for row in (turns.Row(**row) for row in found["steps"]):
-        cells = [f"{ms:.0f}" for ms in (row.min, row.median, row.max)]
+        cells = [f"{ms:,.0f}" for ms in (row.min, row.median, row.max)]
         cells += [f"{row.by[way]:.2f}" for way in ("alone", "peer", "kept")]
         lines.append([row.name, *cells])
     return markdown([model, "min, ms", "median", "max", *others], lines)
@@ -277,7 +284,7 @@ PARTS: dict[str, Callable[[], str]] = {
     part.__name__: part
     for part in (
         *(best, stages, machines, all_reduce, contenders, plots, ratios, small, guard),
-        *(ddp_step, zero_step, torch_backend, link, plan, trace, error, cpu_kernels),
+        *(ddp_step, zero_step, muon_step, torch_backend, link, plan, trace, error, cpu_kernels),
         *(kernels, nccl, peer_memory),
     )
 }

@@ -39,7 +39,10 @@ RUNS: dict[str, Options] = {
     **{f"{name}_8": Options(name, ranks=8, peer="gloo") for name in EVEN},
 }
 
-MODULES = ("small", "guard", "ddp_step", "zero_step", "torch_backend", "trace", "plan", "link")
+MODULES = (
+    *("small", "guard", "ddp_step", "zero_step", "muon_step"),
+    *("torch_backend", "trace", "plan", "link"),
+)
 OTHERS: dict[str, str] = {  # python's arguments but `--json FILE`
     **{name: f"-m bench.{name}" for name in MODULES},
     "kernels": "-m ringdp bench kernels --min 4K --max 64M --factor 16 --rounds 20",

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from ringdp.comm import Communicator
 from ringdp.errors import UsageError
 from ringdp.parallel.cut import SliceOwner, Slices
+from ringdp.parallel.exchange import share
 from ringdp.parallel.guards import sliced
 from ringdp.parallel.optimizer.kinds import needs_whole
 from ringdp.parallel.replicas import gather_json
@@ -161,25 +162,8 @@ def gathered(
             whole[number][name] = value
     for number, name, value in singles[comm.rank]:
         value.copy_(state[number][name])
-    _share(comm, [[value for *_, value in of_rank] for of_rank in singles])
+    share(comm, [[value for *_, value in of_rank] for of_rank in singles])
     return dict(sorted(whole.items()))
-
-
-def _share(comm: Communicator, tensors: Sequence[Sequence[Tensor]]) -> None:
-    """Each rank has its own, tensors[rank], and gets the others. Collective."""
-    parts = [[as_bytes(t) for t in of_rank] for of_rank in tensors]
-    sizes = [sum(map(len, of_rank)) for of_rank in parts]
-    own = torch.cat(parts[comm.rank] or [torch.empty(0, dtype=torch.uint8, device="cpu")])
-    flat = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
-    comm.all_gather_v(flat, own, sizes)
-    every = [part for of_rank in parts for part in of_rank]
-    for part, found in zip(every, torch.split(flat, [*map(len, every)]), strict=True):
-        part.copy_(found)
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """A view of a contiguous tensor."""
-    return tensor.detach().view(-1).view(torch.uint8)
 
 
 def is_per_element(name: str, value: Any, shape: Sequence[int]) -> bool:

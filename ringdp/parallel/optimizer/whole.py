@@ -10,7 +10,6 @@ parameter that lies on one rank does not move, and is stepped in its place.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +19,9 @@ from torch.optim import Optimizer
 
 from ringdp.comm import Communicator
 from ringdp.parallel.cut import Slices
+from ringdp.parallel.exchange import Exchange
 from ringdp.parallel.guards.computed import set_data
-from ringdp.parallel.optimizer.state import as_bytes, is_json, is_per_element, is_slice, marked
+from ringdp.parallel.optimizer.state import is_json, is_per_element, is_slice, marked
 from ringdp.parallel.replicas import gather_json
 
 State = dict[str, Any]
@@ -204,42 +204,3 @@ def _facts(state: State, shape: torch.Size) -> Iterator[list[Any]]:
             yield [name, dtype, single, value.device.type]
         elif is_json(value):
             yield [name, value]
-
-
-class Exchange:
-    """What ranks send one another, as bytes, in one collective."""
-
-    def __init__(self, comm: Communicator, device: torch.device) -> None:
-        self.comm, self.device = comm, device
-        self._begin()
-
-    def _begin(self) -> None:
-        self.sent: list[list[Tensor]] = [[] for _ in range(self.comm.size)]
-        self.received: list[list[Tensor]] = [[] for _ in range(self.comm.size)]
-
-    def send(self, rank: int, tensor: Tensor) -> None:
-        """`run` reads it."""
-        self.sent[rank].append(tensor)
-
-    def receive(self, rank: int, tensor: Tensor) -> None:
-        """`run` fills it with what that rank sends in this place."""
-        self.received[rank].append(tensor)
-
-    def run(self) -> None:
-        """Collective."""
-        sent, received = ([*chain.from_iterable(each)] for each in (self.sent, self.received))
-        given = torch.cat(
-            [as_bytes(t.contiguous()).to(self.device) for t in sent] or [self._empty(0)]
-        )
-        into = self._empty(sum(t.nbytes for t in received))
-        self.comm.all_to_all_v(into, given, _sizes(self.received), _sizes(self.sent))
-        for t, part in zip(received, torch.split(into, [t.nbytes for t in received]), strict=True):
-            as_bytes(t).copy_(part)
-        self._begin()
-
-    def _empty(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8, device=self.device)
-
-
-def _sizes(each: Sequence[Sequence[Tensor]]) -> list[int]:
-    return [sum(t.nbytes for t in tensors) for tensors in each]
