@@ -197,11 +197,10 @@ class Engine:
         return self._summoned or all(u.static for u in self.units)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Before any optimizer's step. A forward may lack its backward, or have raised. Returns
-        whether `step.enter` must follow."""
+        """Before any optimizer's step, of which it returns whether it is of parameters here. A
+        forward may lack its backward, or have raised."""
         if not steps.has_any(optimizer, self.units):
-            # Other ranks may not step it, so the order of collectives must not depend on it.
-            return False
+            return False  # other ranks may not step it, so no collective may depend on it
         if self._summoned:
             steps.refuse_within()
         if self.stage.slices:
@@ -211,7 +210,8 @@ class Engine:
         self.backwards.settle()
         self.gathering.end(learn=False)
         self.gathering.let_write()
-        return self.step.begin(optimizer)
+        self.step.begin()
+        return True
 
     def take(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer has these parameters: from now on its state_dict is of whole ones."""

@@ -49,6 +49,16 @@ def step(model: nn.Module, optimizer: Any, *seeds: int) -> None:
         optimizer.step()
 
 
+def within_step(optimizer: Any, act: Callable[[], object]) -> None:
+    """A step that begins with `act`, after all hooks."""
+
+    def step(self: Any) -> None:
+        act()
+        type(self).step.__wrapped__(self)
+
+    torch.optim.Optimizer.profile_hook_step(step)(optimizer)
+
+
 def whole_parameters(engine: Engine) -> list[Tensor]:
     with engine.full_parameters():
         return [p.detach().clone() for p in engine.model.parameters()]

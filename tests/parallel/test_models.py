@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import ringdp
 from ringdp import Communicator, Precision, UsageError
 from ringdp.parallel.guards.resting import ShardedParam
+from tests.parallel.small import within_step
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
@@ -157,9 +158,8 @@ def test_a_parameter_used_outside_its_forward_is_named(comm: Communicator) -> No
     assert all(type(p) is ShardedParam for p in model.parameters())
     seen = []
     optimizer = torch.optim.SGD(model.parameters())
-    optimizer.register_step_pre_hook(lambda *_: seen.append(type(model[1].weight)))
     model(batch(0)).sum().backward()
-    optimizer.step()
+    within_step(optimizer, lambda: seen.append(type(model[1].weight)))
     with engine.full_parameters():
         seen.append(type(model[1].weight))
     assert seen == [nn.Parameter, nn.Parameter]

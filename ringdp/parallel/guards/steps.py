@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
@@ -26,19 +25,19 @@ from ringdp.parallel.unit import FlatUnit
 
 class Stepped(Protocol):
     """An engine. The optimizer's own step hooks, which are the user's, run between `before_step`
-    and `step.enter`, and between `step.leave` and `step.end`."""
+    and `step.enter`, and after `step.leave`."""
 
     @property
     def step(self) -> Step: ...
 
     def before_step(self, optimizer: Optimizer) -> bool:
-        """Returns whether `step.enter` must follow."""
+        """Returns whether it steps parameters of the engine, so that `step.enter` must follow."""
 
 
 def listen(engine: Stepped) -> list[Any]:
     """Calls these around every step of any optimizer, until the returned handles are removed.
 
-    A closure that the step is given runs between a `step.end` and a `before_step`. In a compiled
+    A closure that the step is given runs between a `step.leave` and a `before_step`. In a compiled
     step they run between graphs, which cannot hold a change of a parameter's class.
     """
     handles: list[Any] = []
@@ -53,37 +52,33 @@ def listen(engine: Stepped) -> list[Any]:
         engine.step.leave(optimizer)
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
-    def begin(optimizer: Optimizer, args: Any, named: dict[str, Any]) -> tuple[Any, Any]:
+    def begin(optimizer: Optimizer, args: Any, named: dict[str, Any]) -> Any:
         def wrapped(given: Any) -> Any:
             if not callable(given):
                 return given
 
             def closure() -> Any:
-                engine.step.leave(optimizer)
-                engine.step.end(optimizer)
+                leave(optimizer)
                 loss = given()
                 if engine.before_step(optimizer):
-                    engine.step.enter(optimizer)
+                    enter(optimizer)
                 return loss
 
             return closure
 
-        if engine.before_step(optimizer):
-            if optimizer not in own:
-                pre, post = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
-                own[optimizer] = pre(enter), post(leave)
-                handles.extend(own[optimizer])
-            last, first = own[optimizer]  # between these two and the global ones are the user's
-            hooks: Any = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-            hooks[0].move_to_end(last.id)
-            hooks[1].move_to_end(first.id, last=False)
+        if not engine.before_step(optimizer):
+            return None
+        if optimizer not in own:
+            pre, post = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
+            own[optimizer] = pre(enter), post(leave)
+            handles.extend(own[optimizer])
+        last, first = own[optimizer]  # the user's are between this global hook and these two
+        hooks: Any = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+        hooks[0].move_to_end(last.id)
+        hooks[1].move_to_end(first.id, last=False)
         return tuple(map(wrapped, args)), {name: wrapped(x) for name, x in named.items()}
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
-    def end(optimizer: Optimizer, *_: object) -> None:
-        engine.step.end(optimizer)
-
-    handles += register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)
+    handles.append(register_optimizer_step_pre_hook(begin))
     return handles
 
 
@@ -119,18 +114,15 @@ class Step:
         # parameters with elements on other ranks only, and their gradients
         self._emptied: list[tuple[nn.Parameter, Tensor]] = []
 
-    def begin(self, optimizer: Optimizer) -> bool:
-        """Make parameters and gradients ordinary tensors, unless the optimizer needs whole ones.
-        Then nothing is changed until `enter`, which must follow."""
+    def begin(self) -> None:
+        """Before the user's hooks: undo what a step that raised has left."""
         self.undo(again=True)
         self._restore()
-        whole = needs_whole(optimizer) and any(unit.slices for unit in self.units)
-        if not whole:
-            self._make_plain()
-        return whole
 
-    def _make_plain(self) -> None:
-        """Also take away gradients without elements, for which an optimizer would keep state."""
+    def enter(self, optimizer: Optimizer) -> None:
+        """Make parameters and gradients ordinary tensors, whole ones if the optimizer needs these
+        (then this is collective), and take away gradients of those with elements on other ranks
+        only, for which it would keep state."""
         for unit in self.units:
             resting.become(unit.parameters, nn.Parameter)
             entries = unit.plan.entries if unit.slices else ()
@@ -140,22 +132,15 @@ class Step:
                 if p.grad is not None and entry.elements and not p.numel():
                     self._emptied.append((p, p.grad.new_empty(0)))  # which holds no memory
                     p.grad = None
-
-    def enter(self, optimizer: Optimizer) -> None:
-        """Make parameters and gradients ordinary tensors, and whole. Collective."""
-        self._make_plain()
-        self._whole = WholeStep(self.comm, self.units, optimizer)
+        if self.units[0].slices and needs_whole(optimizer):
+            self._whole = WholeStep(self.comm, self.units, optimizer)
 
     def leave(self, optimizer: Optimizer) -> None:
-        """Make them slices at rest if the optimizer has entered. Then this is collective."""
+        """Make them slices at rest. Every rank has gradients of the same parameters again, for
+        their norms."""
         if self._whole and self._whole.optimizer is optimizer:
             self._whole.end()
             self._whole = None
-            self._restore()
-
-    def end(self, _: Optimizer) -> None:
-        """After any optimizer's step. Every rank has gradients of the same parameters again, for
-        their norms."""
         self._restore()
 
     def undo(self, *, again: bool = False) -> None:

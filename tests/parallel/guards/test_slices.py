@@ -16,6 +16,7 @@ from ringdp import Communicator, UsageError
 from tests.parallel.small import (
     loss,
     net,
+    within_step,
 )
 from tests.ranks import on_ranks
 
@@ -67,10 +68,8 @@ def test_gradients_are_otherwise_ordinary_slices(comm: Communicator, stage: int)
     with pytest.raises(UsageError, match="of a matrix it is another norm"):
         torch.linalg.norm(p.grad, math.inf)
     types = []
-    handle = optimizer.register_step_pre_hook(lambda *_: types.extend(type(q.grad) for q in ps))
     ps = [q for q in model.parameters() if q.numel()]
-    optimizer.step()
-    handle.remove()
+    within_step(optimizer, lambda: types.extend(type(q.grad) for q in ps))
     assert set(types) == {Tensor}
     assert len(optimizer.state) == len(ps), "empty slices have no state"
     optimizer.zero_grad()

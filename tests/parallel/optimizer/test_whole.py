@@ -199,12 +199,13 @@ def test_a_step_that_raised_leaves_slices(comm: Communicator, tmp_path: Path) ->
     engine.close()
 
 
+@pytest.mark.parametrize("kind", [Centred, torch.optim.SGD])
 @on_ranks(2)
-def test_the_users_step_hooks_see_slices(comm: Communicator) -> None:
+def test_the_users_step_hooks_see_slices(comm: Communicator, kind: Any) -> None:
     """As between steps: so one clips, and ones that read whole parameters change no step."""
     twin, engine = net(), ringdp.shard(net(), stage=3, comm=comm)
     seen: list[list[Tensor]] = []
-    exact, optimizer = (Centred(m.parameters()) for m in (twin, engine.model))
+    exact, optimizer = (kind(m.parameters(), lr=0.1) for m in (twin, engine.model))
     step(engine.model, optimizer, 0)  # from here on it has the engine's hooks
     step(twin, exact, 0)
 
