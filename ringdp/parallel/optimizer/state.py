@@ -13,8 +13,9 @@ from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ringdp.comm import Communicator
 from ringdp.errors import UsageError
@@ -26,16 +27,22 @@ from ringdp.parallel.replicas import gather_json
 
 _SLICE = "_ringdp_slice"
 _TAKEN = WeakKeyDictionary[Optimizer, WeakSet[SliceOwner]]()  # whose slices each steps
-_LEFT = WeakSet[Optimizer]()  # these keep state of slices, where parameters are whole by now
+# These keep state of slices, where parameters are whole by now: a WeakIdKeyDictionary of `_parts`.
+_LEFT = WeakKeyDictionary[Optimizer, Any]()
 
 
 def take(optimizer: Optimizer, owner: SliceOwner) -> None:
     """It steps slices of `owner`: from now on its state_dict is of whole parameters. State that it
-    has of whole parameters is sliced; raises UsageError for state that cannot be."""
+    has of whole parameters is sliced; raises UsageError for state that cannot be, and for state of
+    other slices."""
     if owner in _TAKEN.get(optimizer, ()):
         return
+    parts = _parts(owner)
+    if any(parts.get(p, part) != part for p, part in _left(optimizer).items()):
+        raise UsageError(f"an optimizer has state of the slices before a close(). {_INSTEAD}")
     keep_slices(optimizer, owner.units)
-    _LEFT.discard(optimizer)
+    for p in parts:
+        _LEFT.get(optimizer, {}).pop(p, None)
     # A wrapper of another optimizer, such as timm's Lookahead, may leave out Optimizer.__init__. It
     # has no hooks then, and its state_dict is that of the other one.
     if optimizer not in _TAKEN and hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
@@ -49,20 +56,38 @@ def take(optimizer: Optimizer, owner: SliceOwner) -> None:
 def leave(owner: SliceOwner) -> None:
     """Its parameters are whole from now on. Gradients and optimizers' states are not: drop and
     refuse them."""
-    parameters = [p for unit in owner.units for p in unit.parameters]
-    sliced.forget(parameters)
-    for p in parameters:
+    parts = _parts(owner)
+    sliced.forget(parts)
+    for p in parts:
         p.grad = None
-    _LEFT.update(o for o, owners in _TAKEN.items() if owner in owners and any(o.state.values()))
+    for optimizer, owners in _TAKEN.items():
+        if owner in owners:
+            _LEFT.setdefault(optimizer, WeakIdKeyDictionary()).update(parts)
+
+
+def _parts(owner: SliceOwner) -> dict[nn.Parameter, tuple[int, int]]:
+    """The elements of each parameter that this rank has."""
+    units = owner.units
+    return {p: x for u in units for p, x in zip(u.parameters, u.cut.parts, strict=True)}
+
+
+def _left(optimizer: Optimizer) -> dict[nn.Parameter, tuple[int, int]]:
+    """The slices that it still has state of, of parameters that are whole by now."""
+    return {p: x for p, x in _LEFT.get(optimizer, {}).items() if optimizer.state.get(p)}
+
+
+_INSTEAD = (
+    "Let it, or another one, load the state_dict() that it had within full_parameters() before the "
+    "close(), or go on with another one from no state"
+)
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def _check_state(optimizer: Optimizer, *_: object) -> None:
-    if optimizer in _LEFT:
+    if _left(optimizer):
         raise UsageError(
             "an optimizer steps a model that close() has left whole, with state of this rank's "
-            "flat slices of it. Let it, or another one, load the state_dict() that it had within "
-            "full_parameters() before the close(), or go on with another one from no state"
+            f"flat slices of it. {_INSTEAD}"
         )
 
 
@@ -71,7 +96,7 @@ def _owners(optimizer: Optimizer) -> list[SliceOwner | None]:
 
 
 def _saved(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    for engine in _owners(optimizer) or [None] * (optimizer in _LEFT):
+    for engine in _owners(optimizer) or [None] * bool(_left(optimizer)):
         if engine is None or engine.closed or not engine.gathers_state:
             raise UsageError(
                 "state_dict of a sharded model's optimizer: what it keeps is of this rank's flat "
@@ -92,7 +117,7 @@ def refuse_copy() -> NoReturn:
 
 
 def _loaded(optimizer: Optimizer) -> None:
-    _LEFT.discard(optimizer)
+    _LEFT.pop(optimizer, None)
     for engine in _owners(optimizer):
         if engine is not None and not engine.closed:
             keep_slices(optimizer, engine.units)

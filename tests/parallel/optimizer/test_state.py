@@ -195,6 +195,29 @@ def test_the_state_dict_is_gathered_by_the_models_current_engine(comm: Communica
     engine.close()
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.Muon])
+@on_ranks(2)
+def test_state_of_slices_does_not_step_slices_that_are_cut_elsewhere(
+    comm: Communicator, kind: Any, tmp_path: Path
+) -> None:
+    """A checkpoint is another matter: it has state of the whole."""
+    model, twin = net(), net()
+    optimizer, exact = (kind([p for p in m.parameters() if p.dim() == 2]) for m in (model, twin))
+    engine = ringdp.shard(model, stage=3, comm=comm)
+    step(model, optimizer, 0)
+    step(twin, exact, 0, 1)
+    ringdp.save(tmp_path, engine, optimizer)
+    with engine.full_parameters():
+        engine.close()
+    engine = ringdp.shard(model, stage=3, unit=1_000_000, comm=comm)
+    with pytest.raises(UsageError, match="of the slices before a close"):
+        step(model, optimizer, 1)
+    ringdp.load(tmp_path, engine, optimizer)
+    step(model, optimizer, 1)
+    assert_equal(engine, twin)
+    engine.close()
+
+
 @pytest.mark.parametrize("loads", [True, False])
 @on_ranks(2)
 def test_state_of_slices_does_not_step_a_model_left_whole(comm: Communicator, loads: bool) -> None:
