@@ -345,6 +345,6 @@ def check_engine(function: str, given: object) -> None:
         )
 
 
-def _remove(handles: Sequence[Any]) -> None:
-    for handle in handles:
-        handle.remove()
+def _remove(handles: list[Any]) -> None:
+    while handles:
+        handles.pop().remove()

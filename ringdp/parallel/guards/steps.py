@@ -35,7 +35,9 @@ class Stepped(Protocol):
 
 
 def listen(engine: Stepped) -> list[Any]:
-    """Calls these around every step of any optimizer, until the returned handles are removed.
+    """Calls these around every step of any optimizer, until the returned handles are removed from
+    their list. Each optimizer keeps two hooks, without effect by then: a hook of the user's may
+    close the engine, and torch's loop over hooks allows no removal.
 
     A closure that the step is given runs between a `step.leave` and a `before_step`. In a compiled
     step they run between graphs, which cannot hold a change of a parameter's class.
@@ -45,11 +47,13 @@ def listen(engine: Stepped) -> list[Any]:
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def enter(optimizer: Optimizer, *_: object) -> None:
-        engine.step.enter(optimizer)
+        if handles:
+            engine.step.enter(optimizer)
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def leave(optimizer: Optimizer, *_: object) -> None:
-        engine.step.leave(optimizer)
+        if handles:
+            engine.step.leave(optimizer)
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def begin(optimizer: Optimizer, args: Any, named: dict[str, Any]) -> Any:
@@ -60,7 +64,7 @@ def listen(engine: Stepped) -> list[Any]:
             def closure() -> Any:
                 leave(optimizer)
                 loss = given()
-                if engine.before_step(optimizer):
+                if handles and engine.before_step(optimizer):
                     enter(optimizer)
                 return loss
 
@@ -71,7 +75,6 @@ def listen(engine: Stepped) -> list[Any]:
         if optimizer not in own:
             pre, post = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
             own[optimizer] = pre(enter), post(leave)
-            handles.extend(own[optimizer])
         last, first = own[optimizer]  # the user's are between this global hook and these two
         hooks: Any = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
         hooks[0].move_to_end(last.id)

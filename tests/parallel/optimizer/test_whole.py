@@ -218,7 +218,6 @@ def test_the_users_step_hooks_see_slices(comm: Communicator, kind: Any) -> None:
 
     optimizer.register_step_pre_hook(clips)
     optimizer.register_step_post_hook(reads)
-    hooks = len(optimizer._optimizer_step_post_hooks)
     step(engine.model, optimizer, 1)
     exact.zero_grad()
     loss(twin, 1).backward()
@@ -227,7 +226,27 @@ def test_the_users_step_hooks_see_slices(comm: Communicator, kind: Any) -> None:
     for mine, of_one in zip(seen[0], twin.parameters(), strict=True):
         torch.testing.assert_close(mine, of_one.detach())
     engine.close()
-    assert len(optimizer._optimizer_step_post_hooks) == hooks - 1
+
+
+@pytest.mark.parametrize("at", ["pre", "post"])
+@on_ranks(2)
+def test_a_step_hook_closes_the_engine(comm: Communicator, at: str) -> None:
+    """Before others. In a pre-hook this drops the gradients, so that the step changes nothing."""
+    twin, engine = net(), ringdp.shard(net(), stage=3, comm=comm)
+    exact, optimizer = (Centred(m.parameters()) for m in (twin, engine.model))
+    last: list[bool] = []
+
+    def closes(*_: object) -> None:
+        with engine.full_parameters():
+            engine.close()
+
+    for hook in (closes, lambda *_: last.append(engine.closed)):
+        getattr(optimizer, f"register_step_{at}_hook")(hook)
+    step(engine.model, optimizer, 0)
+    if at == "post":
+        step(twin, exact, 0)
+    assert last == [True]
+    assert equal(engine.model.parameters(), twin.parameters())
 
 
 @on_ranks(2)
