@@ -24,6 +24,7 @@ from ringdp.parallel.checkpoint.spans import check_given, pieces
 from ringdp.parallel.checkpoint.tensorfile import TensorFile, dtype_of
 from ringdp.parallel.checkpoint.together import together
 from ringdp.parallel.engine import Engine
+from ringdp.parallel.optimizer import state as optim_state
 
 Files = Callable[[int], TensorFile]  # by the rank that wrote it
 
@@ -53,7 +54,7 @@ def load(
     with together(engine.comm, "the checkpoint was loaded in part only"):
         if optimizer is not None:
             _set_options(optimizer, index)
-            optimizer.state.clear()
+            optim_state.clear(optimizer)
             engine.take(optimizer)
             for parameter, name, value in plan.scalars:
                 optimizer.state[parameter][name] = value

@@ -116,6 +116,12 @@ def refuse_copy() -> NoReturn:
     )
 
 
+def clear(optimizer: Optimizer) -> None:
+    """It has no state from now on, of slices neither."""
+    optimizer.state.clear()
+    _LEFT.pop(optimizer, None)
+
+
 def _loaded(optimizer: Optimizer) -> None:
     _LEFT.pop(optimizer, None)
     for engine in _owners(optimizer):

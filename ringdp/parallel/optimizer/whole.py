@@ -110,8 +110,9 @@ class WholeStep:
 
     def undo(self, *, again: bool) -> None:
         """Every rank has slices again, with the values and state from before the step. But what
-        lies on one rank keeps what the step has changed in its place. Unless the step is tried
-        again, gradients are dropped: zero_grad may have been called, which only owners see."""
+        lies on one rank keeps what the step has changed in its place, and so does, on the owner,
+        state that is not of slices. Unless the step is tried again, gradients are dropped:
+        zero_grad may have been called, which only owners see."""
         for loan in self.loans.values():
             gradient = loan.gradient if again else None
             self._set(loan.place.parameter, loan.values, gradient, loan.state)
