@@ -179,8 +179,14 @@ def test_objects_that_only_the_owner_has_are_not_saved(comm: Communicator, tmp_p
 def test_a_step_that_raised_leaves_slices(comm: Communicator, tmp_path: Path) -> None:
     twin, engine = model(), ringdp.shard(model(), stage=3, comm=comm)
     exact, optimizer = (Centred(m.parameters()) for m in (twin, engine.model))
+
+    def clips() -> None:
+        norm = nn.utils.get_total_norm([p.grad for p in twin.parameters() if p.grad is not None])
+        assert ringdp.clip_grad_norm_(engine, 1e9) == pytest.approx(norm.item())
+
     acts = (
         optimizer.zero_grad,
+        clips,
         lambda: engine.model(batch()[:, :1]),
         lambda: whole_parameters(engine),
         lambda: ringdp.save(tmp_path, engine, optimizer),
