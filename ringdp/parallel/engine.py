@@ -315,7 +315,7 @@ class Engine:
         From stage 1 on the parameters stay slices, with which the model cannot run. Inside
         `full_parameters`, or in stage 0, they stay whole: the model is an ordinary one again.
         Gradients that are slices are dropped then, and an optimizer whose state is of slices
-        refuses to step, until it loads whole state.
+        refuses to step, until it loads whole state or the model is sharded again alike.
         """
         if self.closed:
             return
