@@ -341,7 +341,7 @@ def test_which_optimizers_look_at_what() -> None:
         kind: Any = type(name, (torch.optim.SGD,), {})
         return kind([{"params": [nn.Parameter(torch.ones(1))]} | options])
 
-    for name in ("Muon", "Adafactor", "Lamb"):
+    for name in ("Muon", "Adafactor", "Lamb", "MyMuon", "adafactor_bf16"):
         assert needs_whole(made(name)), name
         check_slices(made(name), "here", "")
     assert needs_whole(type("Mine", (torch.optim.Adafactor,), {})(net().parameters()))
