@@ -69,10 +69,10 @@ class Index:
     stage: int
     tensors: dict[str, Entry]
     scalars: dict[str, list[Any]]  # of an optimizer: [begin, end, value] of each part
-    groups: list[dict[str, Any]] | None  # an optimizer's: {"names": [...], "options": {...}}
+    groups: list[dict[str, Any]] | None  # of all optimizers: {"names": [...], "options": {...}}
     extra: dict[str, Any]
     modules: dict[str, Any]  # their extra state, see `extra`
-    optimizer: str | None  # its class, if there is one
+    optimizer: str | None  # the class, or classes with commas between, if there are some
     format: str = FORMAT
 
 

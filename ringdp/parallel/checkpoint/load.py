@@ -7,7 +7,7 @@ Only then is anything changed.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import repeat
 from pathlib import Path
@@ -20,7 +20,13 @@ from ringdp.errors import CheckpointError
 from ringdp.parallel.checkpoint import extra
 from ringdp.parallel.checkpoint.index import Entry, Index, file_of, read_index
 from ringdp.parallel.checkpoint.plan import Read, planned
-from ringdp.parallel.checkpoint.spans import check_given, pieces
+from ringdp.parallel.checkpoint.spans import (
+    Optimizers,
+    groups_in,
+    optimizers_given,
+    pieces,
+    stepping,
+)
 from ringdp.parallel.checkpoint.tensorfile import TensorFile, dtype_of
 from ringdp.parallel.checkpoint.together import together
 from ringdp.parallel.engine import Engine
@@ -32,10 +38,11 @@ Files = Callable[[int], TensorFile]  # by the rank that wrote it
 def load(
     path: str | os.PathLike[str],
     engine: Engine,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers = None,
 ) -> dict[str, Any]:
     """Load what `save` wrote: parameters, buffers, modules' extra state, and the optimizer's state
-    and options. Collective. Returns the checkpoint's `extra`.
+    and options, or those of a list in the order of the save's. Collective. Returns the
+    checkpoint's `extra`.
 
     The number of ranks, stage, units and precision may differ from the save's; values are cast.
     Optimizer state that only some ranks had needs as many ranks again, in stage 1, 2 or 3. If ranks
@@ -43,21 +50,23 @@ def load(
     every rank and with nothing changed, if the checkpoint is of another model or optimizer, or if a
     rank cannot read its part.
     """
-    check_given("load", engine, optimizer)
+    optimizers = optimizers_given("load", engine, optimizer)
     path, found = Path(path), pieces(engine)
     with together(engine.comm, "nothing was loaded"):
         index = read_index(path)
-        plan = planned(index, engine, optimizer, found)
+        plan = planned(index, engine, optimizers, found)
         file = cache(lambda rank: TensorFile(file_of(path / index.directory, rank)))
         for read in plan.reads:
             _check(read, index.tensors[read.key], file)
     with together(engine.comm, "the checkpoint was loaded in part only"):
-        if optimizer is not None:
-            _set_options(optimizer, index)
-            optim_state.clear(optimizer)
-            engine.take(optimizer)
-            for parameter, name, value in plan.scalars:
-                optimizer.state[parameter][name] = value
+        if optimizers:
+            _set_options(optimizers, index)
+        for one in optimizers:
+            optim_state.clear(one)
+            engine.take(one)
+        of = stepping(optimizers)
+        for parameter, name, value in plan.scalars:
+            of[id(parameter)].state[parameter][name] = value
         with torch.no_grad():
             for read in plan.reads:
                 read.put(_values(read, index.tensors[read.key], file))
@@ -87,12 +96,12 @@ def _values(read: Read, entry: Entry, file: Files) -> Tensor:
     return torch.cat(values) if len(values) > 1 else values[0]
 
 
-def _set_options(optimizer: torch.optim.Optimizer, index: Index) -> None:
-    for group, saved in zip(optimizer.param_groups, index.groups or [], strict=True):
-        for option, given in saved["options"].items():
+def _set_options(optimizers: Sequence[torch.optim.Optimizer], index: Index) -> None:
+    for group, saved in zip(groups_in(optimizers), index.groups or [], strict=True):
+        for option, value in saved["options"].items():
             if option == "param_names":  # in the saved order
                 continue
-            group[option] = _set(group.get(option), given)
+            group[option] = _set(group.get(option), value)
 
 
 def _set(here: Any, given: Any) -> Any:

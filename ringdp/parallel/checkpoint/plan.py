@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ringdp.errors import CheckpointError
 from ringdp.parallel.checkpoint import extra
 from ringdp.parallel.checkpoint.index import Index, parts_of
-from ringdp.parallel.checkpoint.spans import Piece, groups_of, persistent_buffers
+from ringdp.parallel.checkpoint.spans import Piece, groups_of, persistent_buffers, stepping
 from ringdp.parallel.checkpoint.tensorfile import dtype_of
 from ringdp.parallel.engine import Engine
 from ringdp.parallel.optimizer.kinds import needs_whole
@@ -41,7 +41,10 @@ class Plan(NamedTuple):
 
 
 def planned(
-    index: Index, engine: Engine, optimizer: torch.optim.Optimizer | None, found: list[Piece]
+    index: Index,
+    engine: Engine,
+    optimizers: Sequence[torch.optim.Optimizer],
+    found: list[Piece],
 ) -> Plan:
     """Raises CheckpointError if the checkpoint is of another model or optimizer."""
     buffers = persistent_buffers(engine.model)
@@ -60,11 +63,18 @@ def planned(
             raise CheckpointError(f"the checkpoint lacks {key}")
         put = partial(_keep, plan.states, key, entry.shape)
         plan.reads.append(Read(key, 0, math.prod(entry.shape), put))
-    if optimizer is not None:
-        _check_groups(index, type(optimizer).__name__, groups_of(optimizer, found))
-        plan.reads.extend(_state(index, optimizer, found))
-        plan.scalars.extend(_scalars(index, found))
+    if optimizers:
+        _check_groups(index, names_of(optimizers), groups_of(optimizers, found))
+        of = stepping(optimizers)
+        stepped = [piece for piece in found if id(piece.parameter) in of]
+        plan.reads.extend(_state(index, of, stepped))
+        plan.scalars.extend(_scalars(index, stepped))
     return plan
+
+
+def names_of(optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
+    """Their classes."""
+    return ", ".join(type(optimizer).__name__ for optimizer in optimizers) or None
 
 
 def _check(
@@ -97,11 +107,11 @@ def _takes(here: torch.dtype, there: torch.dtype) -> bool:
     return room.min <= values.min and values.max <= room.max
 
 
-def _check_groups(index: Index, optimizer: str, groups: list[dict[str, Any]]) -> None:
+def _check_groups(index: Index, optimizer: str | None, groups: list[dict[str, Any]]) -> None:
     if index.groups is None:
         raise CheckpointError("the checkpoint was saved without an optimizer")
     if index.optimizer != optimizer:  # ringdp.AdamW and torch's keep the same
-        raise CheckpointError(f"the checkpoint is of an {index.optimizer}, not of an {optimizer}")
+        raise CheckpointError(f"the checkpoint's optimizer is {index.optimizer}, not {optimizer}")
     here, there = ([set(g["names"]) for g in gs] for gs in (groups, index.groups))
     if here != there:
         raise CheckpointError(
@@ -139,7 +149,9 @@ def _keep(states: dict[str, Tensor], key: str, shape: Sequence[int], values: Ten
     states[key] = values.view(shape)
 
 
-def _state(index: Index, optimizer: torch.optim.Optimizer, found: list[Piece]) -> Iterator[Read]:
+def _state(
+    index: Index, of: dict[int, torch.optim.Optimizer], found: list[Piece]
+) -> Iterator[Read]:
     """Reads of optimizer state for the parameters of which this rank keeps state."""
     on_device = {  # where `step` is, too; torch's default is the host
         name
@@ -148,7 +160,7 @@ def _state(index: Index, optimizer: torch.optim.Optimizer, found: list[Piece]) -
         for name in group["names"]
     }
     for key, name, piece in _of_state(index.tensors, found):
-        entry, (begin, end) = index.tensors[key], piece.kept
+        entry, (begin, end), optimizer = index.tensors[key], piece.kept, of[id(piece.parameter)]
         if not (parts := entry.within(begin, end)):
             continue  # the rank that saved them had no state
         shape: Sequence[int] = piece.rest.shape

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,15 @@ from ringdp.parallel.checkpoint.index import (
     file_of,
     new_directory,
 )
-from ringdp.parallel.checkpoint.plan import planned
+from ringdp.parallel.checkpoint.plan import names_of, planned
 from ringdp.parallel.checkpoint.spans import (
+    Optimizers,
     Piece,
-    check_given,
     groups_of,
+    optimizers_given,
     persistent_buffers,
     pieces,
+    stepping,
 )
 from ringdp.parallel.checkpoint.together import together
 from ringdp.parallel.engine import Engine
@@ -44,19 +47,20 @@ NOT_WRITTEN = "the checkpoint was not written"
 def save(
     path: str | os.PathLike[str],
     engine: Engine,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers = None,
     *,
     extra: dict[str, Any] | None = None,
 ) -> None:
-    """Write parameters, buffers, the optimizer's state and `extra` (JSON) to directory `path`, and
-    modules' get_extra_state() if it is JSON and tensors. Collective.
+    """Write parameters, buffers, the state of the optimizer, or of a list of some, and `extra`
+    (JSON) to directory `path`, and modules' get_extra_state() if it is JSON and tensors.
+    Collective.
 
     Until it is complete, and if a rank dies at any moment, `path` holds what it held before. It
     must be the same directory on every rank, on a shared disk, where no other job saves meanwhile:
     a save removes what others have left. Raises CheckpointError on every rank if any rank cannot
     write, or has something that a checkpoint cannot hold.
     """
-    check_given("save", engine, optimizer)
+    optimizers = optimizers_given("save", engine, optimizer)
     path, comm = Path(path), engine.comm
     found = pieces(engine)
     name = gather_json(comm, new_directory())[0]
@@ -64,11 +68,11 @@ def save(
     try:
         with together(comm, NOT_WRITTEN):
             modules, states = pack(engine.model)
-            if optimizer is not None:
-                engine.take(optimizer)
-            own = _RankData(engine, optimizer, found, states)
-            groups = groups_of(optimizer, found) if optimizer else None
-            about = [groups, extra or {}, modules, optimizer and type(optimizer).__name__]
+            for one in optimizers:
+                engine.take(one)
+            own = _RankData(engine, optimizers, found, states)
+            groups = groups_of(optimizers, found) if optimizers else None
+            about = [groups, extra or {}, modules, names_of(optimizers)]
             _check_json([own.scalars, about])
             directory.mkdir(parents=True, exist_ok=True)
             tensorfile.write(file_of(directory, comm.rank), own.tensors, own.places())
@@ -76,7 +80,7 @@ def save(
         theirs = gather_json(comm, mine)
         with together(comm, NOT_WRITTEN):
             index = _index(name, engine, theirs)
-            planned(index, engine, optimizer, found)  # what could not be loaded is not committed
+            planned(index, engine, optimizers, found)  # what could not be loaded is not committed
         with together(comm, NOT_WRITTEN):
             if comm.rank == 0:
                 _check_files(directory, comm.size)
@@ -124,16 +128,16 @@ class _RankData:
     def __init__(
         self,
         engine: Engine,
-        optimizer: torch.optim.Optimizer | None,
+        optimizers: Sequence[torch.optim.Optimizer],
         found: list[Piece],
         states: dict[str, Tensor],
     ) -> None:
         """`states`: the tensors in modules' extra state."""
-        self._optimizer: Any = optimizer
         self._slices = engine.stage.slices
         self.tensors: dict[str, Tensor] = {}
         self.facts: dict[str, list[Any]] = {}  # dtype, whole shape, begin, end, shape if single
         self.scalars: dict[str, list[Any]] = {}
+        of = stepping(optimizers)
         for piece in found:
             empty = piece.writes[0] == piece.writes[1]
             if empty and not (torch.Size(piece.shape).numel() == 0 and engine.comm.rank == 0):
@@ -141,9 +145,9 @@ class _RankData:
             self._tensor(
                 f"parameter/{piece.name}", piece.own(piece.rest), piece.shape, piece.writes
             )
-            state = optimizer.state.get(piece.parameter, {}) if optimizer else {}
-            for name, value in state.items():
-                self._state(piece, name, value)
+            if optimizer := of.get(id(piece.parameter)):
+                for name, value in optimizer.state.get(piece.parameter, {}).items():
+                    self._state(optimizer, piece, name, value)
         if engine.comm.rank == 0:
             buffers = {f"buffer/{n}": b for n, b in persistent_buffers(engine.model).items()}
             for key, value in (buffers | states).items():
@@ -153,22 +157,24 @@ class _RankData:
         """The offset of each tensor's first element in the whole one."""
         return {k: [begin * (single is None)] for k, (_, _, begin, _, single) in self.facts.items()}
 
-    def _state(self, piece: Piece, name: Any, value: Any) -> None:
+    def _state(self, optimizer: torch.optim.Optimizer, piece: Piece, name: Any, value: Any) -> None:
         if not isinstance(name, str) or "/" in name:
             raise CheckpointError(f"the optimizer has state {name!r}; allowed: names without /")
         key = f"optimizer/{name}/{piece.name}"
         if not isinstance(value, Tensor):
-            check_json(self._optimizer, name, value, piece.name)
+            check_json(optimizer, name, value, piece.name)
             self.scalars[key] = [*piece.writes, value]
-        elif self._is_per_element(piece, name, value):
+        elif self._is_per_element(optimizer, piece, name, value):
             self._tensor(key, piece.own(value), piece.shape, piece.writes)
         else:
-            check_single(self._optimizer, name, value, piece.name)
+            check_single(optimizer, name, value, piece.name)
             self._tensor(key, value, piece.shape, piece.writes, list(value.shape))
 
-    def _is_per_element(self, piece: Piece, name: str, value: Tensor) -> bool:
+    def _is_per_element(
+        self, optimizer: torch.optim.Optimizer, piece: Piece, name: str, value: Tensor
+    ) -> bool:
         if self._slices:
-            return is_slice(self._optimizer, name, value, piece.rest.numel())
+            return is_slice(optimizer, name, value, piece.rest.numel())
         return is_per_element(name, value, piece.shape)
 
     def _tensor(

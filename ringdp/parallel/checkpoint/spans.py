@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,14 +29,39 @@ class Piece(NamedTuple):
         return values.detach().reshape(-1)[self.writes[0] - begin : self.writes[1] - begin]
 
 
-def check_given(function: str, engine: object, optimizer: object) -> None:
-    """Raise UsageError unless they are an Engine, and an optimizer, or what wraps one, or None."""
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+
+
+def optimizers_given(
+    function: str, engine: object, optimizer: object
+) -> list[torch.optim.Optimizer]:
+    """The optimizers. Raises UsageError unless they are an Engine, and an optimizer, or what wraps
+    one, or several of different parameters, or None."""
     check_engine(function, engine)
-    if optimizer is not None and not hasattr(optimizer, "param_groups"):
-        raise UsageError(
-            f"{function}: optimizer is a {type(optimizer).__name__}; allowed: a torch.optim."
-            "Optimizer of the engine's model, or None. A scheduler's state_dict goes into extra"
-        )
+    several: list[Any] = []
+    if optimizer is not None:
+        several = [*optimizer] if isinstance(optimizer, list | tuple) else [optimizer]
+    for one in several:
+        if not hasattr(one, "param_groups"):
+            raise UsageError(
+                f"{function}: optimizer is a {type(one).__name__}; allowed: a torch.optim."
+                "Optimizer of the engine's model, a list of some, or None. A scheduler's "
+                "state_dict goes into extra"
+            )
+    stepped = [id(p) for group in groups_in(several) for p in group["params"]]
+    if len({*stepped}) < len(stepped):
+        raise UsageError(f"{function}: two optimizers have the same parameter")
+    return several
+
+
+def groups_in(optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any]]:
+    """Their parameter groups, in order."""
+    return [group for optimizer in optimizers for group in optimizer.param_groups]
+
+
+def stepping(optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, torch.optim.Optimizer]:
+    """The optimizer of each parameter, by its id."""
+    return {id(p): o for o in optimizers for group in o.param_groups for p in group["params"]}
 
 
 def pieces(engine: Engine) -> list[Piece]:
@@ -64,11 +90,13 @@ def pieces(engine: Engine) -> list[Piece]:
     return found
 
 
-def groups_of(optimizer: torch.optim.Optimizer, found: list[Piece]) -> list[dict[str, Any]]:
-    """Its groups as JSON. Raises CheckpointError for a parameter of another model."""
+def groups_of(
+    optimizers: Iterable[torch.optim.Optimizer], found: list[Piece]
+) -> list[dict[str, Any]]:
+    """Their groups as JSON. Raises CheckpointError for a parameter of another model."""
     names = {id(piece.parameter): piece.name for piece in found}
     groups = []
-    for group in optimizer.param_groups:
+    for group in groups_in(optimizers):
         if any(id(p) not in names for p in group["params"]):
             raise CheckpointError("the optimizer has a parameter that is not of the sharded model")
         options = {key: _option(value) for key, value in group.items() if key != "params"}

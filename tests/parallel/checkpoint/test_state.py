@@ -201,7 +201,7 @@ def test_loaded_state_is_on_the_devices_torch_uses(
     optimizer.state[model.w].update(single_values(comm.rank, model.w) | {"step": torch.tensor(2.0)})
     ringdp.save(tmp_path, engine, optimizer)
     there = [piece._replace(rest=piece.rest.to("meta")) for piece in pieces(engine)]
-    for read in planned(read_index(tmp_path), engine, optimizer, there).reads:
+    for read in planned(read_index(tmp_path), engine, [optimizer], there).reads:
         if read.key.startswith("optimizer/"):
             read.put(torch.ones(read.end - read.begin))
     engine.close()
