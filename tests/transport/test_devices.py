@@ -18,7 +18,7 @@ from tests.equal import equal
 from tests.forks import CALL_TIMEOUT, Forks, Report, die, meet
 from tests.parallel.test_engine import train
 from tests.ranks import on_ranks
-from tests.transport.device_bodies import Trained, ddp, train_clipped
+from tests.transport.device_bodies import Trained, adafactor, ddp, train_clipped
 from tests.transport.nccl.faults import LOSE, fault, only_with_host_nccl
 from tests.transport.offered import offered
 from tests.transport.over import init_over, over
@@ -160,7 +160,8 @@ def train_in_stage(comm: Communicator, stage: int) -> Trained:
 
 
 @pytest.mark.parametrize(
-    ("trained", "arguments"), [*((train_in_stage, (stage,)) for stage in range(4)), (ddp, ())]
+    ("trained", "arguments"),
+    [*((train_in_stage, (stage,)) for stage in range(4)), (ddp, ()), (adafactor, ())],
 )
 def test_training_gives_the_bits_of_shared_memory(over_device, ranks, trained, arguments):
     found = over_device(2)(trained, *arguments)

@@ -21,6 +21,7 @@ from ringdp import Communicator
 from tests.parallel.test_engine import WIDTH
 from tests.ranks import Pool
 from tests.transport.device_bodies import (
+    adafactor,
     all_reduce_on_gpu,
     replay_captured_all_reduce,
     train_clipped,
@@ -94,6 +95,14 @@ def test_stage_3_has_the_cpus_losses(on_gpu, pool):
     for here, there in zip(on_gpu(train_clipped, "cuda"), pool(train_clipped), strict=True):
         for i, (found, expected_value) in enumerate(zip(here, there, strict=True)):
             bound = 2 * 5 * WIDTH * torch.finfo(torch.float32).eps * (1 + i // 2)
+            assert abs(found - expected_value) <= bound * abs(expected_value)
+
+
+def test_steps_of_whole_parameters_have_the_cpus_losses(on_gpu, pool):
+    """As above. The updates' relative errors are those of the gradients."""
+    for here, there in zip(on_gpu(adafactor, "cuda"), pool(adafactor), strict=True):
+        for i, (found, expected_value) in enumerate(zip(here.losses, there.losses, strict=True)):
+            bound = 2 * 5 * WIDTH * torch.finfo(torch.float32).eps * (1 + i)
             assert abs(found - expected_value) <= bound * abs(expected_value)
 
 
