@@ -82,7 +82,7 @@ class Engine:
         self._unmanaged = Unmanaged(model, units)
 
         self._writes = True  # whether full_parameters keeps what is written
-        self.step = steps.Step(comm, units)
+        self.stepping = steps.Stepping(comm, units)
         self.always_gathers_state = False  # optimizers' state_dict, also outside full_parameters
         self.closed = False
         me = weakref.proxy(self)  # torch holds it where the garbage collector cannot see it
@@ -150,7 +150,7 @@ class Engine:
                 self.backwards.settle()
                 alone = self._is_alone()
                 if index == 0 or alone or self.gathering.over:  # a new iteration
-                    self.step.undo()
+                    self.stepping.undo()
                     self._unmanaged.begin()
                     wrapped.check(self.units)
                     self.backwards.begin()
@@ -210,7 +210,7 @@ class Engine:
         self.backwards.settle()
         self.gathering.end(learn=False)
         self.gathering.let_write()
-        self.step.begin()
+        self.stepping.begin()
         return True
 
     def take(self, optimizer: torch.optim.Optimizer) -> None:
@@ -296,7 +296,7 @@ class Engine:
             yield
             return
         self.backwards.check_over("full_parameters() is entered")
-        self.step.undo()
+        self.stepping.undo()
         self.backwards.settle()
         self.gathering.summon_all()
         self._writes = write

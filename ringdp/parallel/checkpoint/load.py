@@ -23,9 +23,9 @@ from ringdp.parallel.checkpoint.plan import Read, planned
 from ringdp.parallel.checkpoint.spans import (
     Optimizers,
     groups_in,
+    optimizer_of,
     optimizers_given,
     pieces,
-    stepping,
 )
 from ringdp.parallel.checkpoint.tensorfile import TensorFile, dtype_of
 from ringdp.parallel.checkpoint.together import together
@@ -64,7 +64,7 @@ def load(
         for one in optimizers:
             optim_state.clear(one)
             engine.take(one)
-        of = stepping(optimizers)
+        of = optimizer_of(optimizers)
         for parameter, name, value in plan.scalars:
             of[id(parameter)].state[parameter][name] = value
         with torch.no_grad():

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ringdp.errors import CheckpointError
 from ringdp.parallel.checkpoint import extra
 from ringdp.parallel.checkpoint.index import Index, parts_of
-from ringdp.parallel.checkpoint.spans import Piece, groups_of, persistent_buffers, stepping
+from ringdp.parallel.checkpoint.spans import Piece, groups_of, optimizer_of, persistent_buffers
 from ringdp.parallel.checkpoint.tensorfile import dtype_of
 from ringdp.parallel.engine import Engine
 from ringdp.parallel.optimizer.kinds import needs_whole
@@ -65,7 +65,7 @@ def planned(
         plan.reads.append(Read(key, 0, math.prod(entry.shape), put))
     if optimizers:
         _check_groups(index, names_of(optimizers), groups_of(optimizers, found))
-        of = stepping(optimizers)
+        of = optimizer_of(optimizers)
         stepped = [piece for piece in found if id(piece.parameter) in of]
         plan.reads.extend(_state(index, of, stepped))
         plan.scalars.extend(_scalars(index, stepped))

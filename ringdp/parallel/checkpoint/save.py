@@ -31,10 +31,10 @@ from ringdp.parallel.checkpoint.spans import (
     Optimizers,
     Piece,
     groups_of,
+    optimizer_of,
     optimizers_given,
     persistent_buffers,
     pieces,
-    stepping,
 )
 from ringdp.parallel.checkpoint.together import together
 from ringdp.parallel.engine import Engine
@@ -137,7 +137,7 @@ class _RankData:
         self.tensors: dict[str, Tensor] = {}
         self.facts: dict[str, list[Any]] = {}  # dtype, whole shape, begin, end, shape if single
         self.scalars: dict[str, list[Any]] = {}
-        of = stepping(optimizers)
+        of = optimizer_of(optimizers)
         for piece in found:
             empty = piece.writes[0] == piece.writes[1]
             if empty and not (torch.Size(piece.shape).numel() == 0 and engine.comm.rank == 0):

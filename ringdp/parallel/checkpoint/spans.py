@@ -59,7 +59,7 @@ def groups_in(optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any
     return [group for optimizer in optimizers for group in optimizer.param_groups]
 
 
-def stepping(optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, torch.optim.Optimizer]:
+def optimizer_of(optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, torch.optim.Optimizer]:
     """The optimizer of each parameter, by its id."""
     return {id(p): o for o in optimizers for group in o.param_groups for p in group["params"]}
 
@@ -75,7 +75,7 @@ def pieces(engine: Engine) -> list[Piece]:
             else "within full_parameters() no checkpoint is saved or loaded; leave it first"
         )
     engine.backwards.check_over("a checkpoint is saved or loaded")
-    engine.step.undo()
+    engine.stepping.undo()
     engine.gathering.reshard(engine.units)
     engine.gathering.let_write()
     found = []

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ringdp.comm import Communicator
 from ringdp.errors import UsageError
@@ -25,13 +23,13 @@ from ringdp.parallel.unit import FlatUnit
 
 class Stepped(Protocol):
     """An engine. The optimizer's own step hooks, which are the user's, run between `before_step`
-    and `step.enter`, and after `step.leave`."""
+    and `stepping.enter`, and after `stepping.leave`."""
 
     @property
-    def step(self) -> Step: ...
+    def stepping(self) -> Stepping: ...
 
     def before_step(self, optimizer: Optimizer) -> bool:
-        """Returns whether it steps parameters of the engine, so that `step.enter` must follow."""
+        """Returns whether it steps parameters of the engine: then `stepping.enter` must follow."""
 
 
 def listen(engine: Stepped) -> list[Any]:
@@ -39,8 +37,8 @@ def listen(engine: Stepped) -> list[Any]:
     their list. Each optimizer keeps two hooks, without effect by then: a hook of the user's may
     close the engine, and torch's loop over hooks allows no removal.
 
-    A closure that the step is given runs between a `step.leave` and a `before_step`. In a compiled
-    step they run between graphs, which cannot hold a change of a parameter's class.
+    A closure that the step is given runs between a `stepping.leave` and a `before_step`. In a step
+    that is compiled they run between graphs, which cannot hold a change of a parameter's class.
     """
     handles: list[Any] = []
     own = WeakKeyDictionary[Optimizer, tuple[Any, Any]]()
@@ -48,12 +46,12 @@ def listen(engine: Stepped) -> list[Any]:
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def enter(optimizer: Optimizer, *_: object) -> None:
         if handles:
-            engine.step.enter(optimizer)
+            engine.stepping.enter(optimizer)
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def leave(optimizer: Optimizer, *_: object) -> None:
         if handles:
-            engine.step.leave(optimizer)
+            engine.stepping.leave(optimizer)
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def begin(optimizer: Optimizer, args: Any, named: dict[str, Any]) -> Any:
@@ -108,7 +106,7 @@ def refuse_within() -> NoReturn:
     )
 
 
-class Step:
+class Stepping:
     """What units' parameters are while an optimizer steps them."""
 
     def __init__(self, comm: Communicator, units: Sequence[FlatUnit]) -> None:

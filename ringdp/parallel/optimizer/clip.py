@@ -72,7 +72,7 @@ def unscale_gradients(engine: Engine, scale: float) -> bool:
 def _settled(engine: Engine) -> list[FlatUnit]:
     """The units that train, after every p.grad has been stored in its unit's gradient memory."""
     engine.check_reduced("gradients are clipped or scaled")
-    engine.step.undo(again=True)
+    engine.stepping.undo(again=True)
     units = [u for u in engine.units if u.widths.trainable]
     for unit in units:
         views = unit.gradients.store([p.grad for p in unit.parameters])

@@ -44,7 +44,7 @@ class EngineTracer(Tracer):
         patches.before(engine.backwards, "reduce", self._unit_through)
         patches.before(engine.backwards, "end", self._backward_ends)
         patches.before(engine, "before_step", memory.steps)
-        patches.after(engine.step, "leave", memory.stepped)
+        patches.after(engine.stepping, "leave", memory.stepped)
         for unit in engine.units:
             self._watch(unit)
         span = recorder.span
