@@ -24,7 +24,7 @@ class Slices(Protocol):
 class SliceOwner(Protocol):
     """What can reach the other ranks' slices: an engine."""
 
-    comm: Communicator
+    shards: Communicator  # of the ranks that have them
     closed: bool
 
     @property

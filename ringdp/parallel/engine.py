@@ -65,24 +65,25 @@ class Engine:
     ) -> None:
         """Collective: creates two communicators. `chosen`: of `find_units`; `kept`: `Gathering`."""
         self.model, self.stage, self.units, self.ledger = model, stage, units, ledger
-        self.comm = comm = ledger.comm
+        ranks = ledger.ranks
+        self.comm, self.shards = ranks.every, ranks.shards
         of: dict[nn.Module, list[int]] = {}
         for unit in units:
             of.setdefault(unit.module, []).append(unit.index)
         self.groups = list(of.values())
         self.roots = self.groups[0]
-        self.reducing = Reducing(comm.duplicate(), ledger, overlap=overlap)
-        beside = comm.wired or any(u.full.is_cuda for u in units)
+        self.reducing = Reducing(ledger, overlap=overlap)
+        beside = ranks.every.wired or any(u.full.is_cuda for u in units)
         turns = None if beside else self.reducing
         self.gathering = Gathering(
-            units, self.groups, comm.duplicate(), prefetch_bytes, turns, kept
+            units, self.groups, ranks.shards.duplicate(), prefetch_bytes, turns, kept
         )
         for each in (self.reducing.comm, self.gathering.comm):
             each.name_tags([unit.plan.name or "root" for unit in units])
         self._unmanaged = Unmanaged(model, units)
 
         self._writes = True  # whether full_parameters keeps what is written
-        self.stepping = steps.Stepping(comm, units)
+        self.stepping = steps.Stepping(ranks.shards, units)
         self.always_gathers_state = False  # optimizers' state_dict, also outside full_parameters
         self.closed = False
         me = weakref.proxy(self)  # torch holds it where the garbage collector cannot see it
@@ -246,7 +247,7 @@ class Engine:
         """What `memory` must be. The defaults are the optimizer bytes of Adam in float32."""
         return formula(
             self._sharding,
-            self.comm.rank,
+            self.shards.rank,
             overlap=self.reducing.overlap,
             yields=self.gathering.reducing is not None,
             per_element=per_element,
@@ -255,7 +256,7 @@ class Engine:
 
     def sent_bytes(self) -> int:
         """Bytes this rank has sent for gathers and reductions so far."""
-        return self.gathering.comm.sent_bytes() + self.reducing.comm.sent_bytes()
+        return self.gathering.comm.sent_bytes() + self.reducing.sent_bytes()
 
     def traffic_formula(self) -> int:
         """Bytes this rank sends in a step of one forward and one backward."""
@@ -264,8 +265,9 @@ class Engine:
     @property
     def _sharding(self) -> Sharding:
         units, widths = [u.plan for u in self.units], [u.widths for u in self.units]
-        gathering = self.gathering
-        return Sharding(units, widths, self.groups, self.stage, gathering.limit, gathering.kept)
+        gathering, copies = self.gathering, self.ledger.ranks.copies
+        limits = gathering.limit, gathering.kept
+        return Sharding(units, widths, self.groups, self.stage, *limits, copies)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -327,8 +329,8 @@ class Engine:
             if self.stage.slices:
                 optim_state.leave(self)
         _remove(self._handles)
-        with closing(self.reducing.comm), closing(self.gathering.comm):
-            ended = self.reducing.comm.ended or self.gathering.comm.ended
+        with closing(self.ledger.ranks), closing(self.reducing.comm), closing(self.gathering.comm):
+            ended = self.reducing.ended or self.gathering.comm.ended
             if not ended:
                 self.backwards.settle()
             if whole or not ended:  # a whole model needs no collective

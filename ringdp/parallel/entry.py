@@ -19,6 +19,7 @@ from ringdp.parallel.guards.computed import places
 from ringdp.parallel.layout import layout
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.precision import ModuleRule, Precision, check_rule, matches
+from ringdp.parallel.ranks import ranks_of
 from ringdp.parallel.replicas import broadcast, check_equal, check_writable, facts_of
 from ringdp.parallel.stages import Stage, stage_of
 from ringdp.parallel.tracing.engine import EngineTracer
@@ -35,6 +36,7 @@ def shard(
     precision: Precision | None = None,
     offload: Offload | None = None,
     comm: Communicator | ProcessGroup | None = None,
+    shard_size: int | None = None,
     prefetch_bytes: int | None = None,
     persist_below: int = 0,
     keep: ModuleRule | None = None,
@@ -47,7 +49,8 @@ def shard(
     reduced together: a class, several, a predicate, or a number of elements (see `find_units`).
     precision: dtypes in forward, backward and reductions. offload: what rests in host memory. comm:
     a communicator or a torch.distributed group; by default what `ringdp.init` made last, or else
-    torch's default group. prefetch_bytes: what stage 3 may gather ahead of its use; by default one
+    torch's default group. shard_size: how many ranks hold a model together, by default all; with
+    fewer, which must divide them, the others hold replicas (see `ranks`). prefetch_bytes: what stage 3 may gather ahead of its use; by default one
     unit, the largest. persist_below: parameters of fewer elements stay gathered from the model's
     forward to the end of its backward. keep: modules (a class, several, or a predicate) whose units
     stage 3 does not free between their forward and their backward. overlap: without it nothing is
@@ -72,6 +75,7 @@ def shard(
     _check(precision, Precision | None, "precision")
     _check(offload, Offload | None, "offload")
     _check(init, Callable | None, "init")
+    _check(shard_size, int | None, "shard_size")
     if keep is not None:
         check_rule("keep", keep)
     if torch.is_inference_mode_enabled():
@@ -88,10 +92,11 @@ def shard(
     row, precision, offload = stage_of(stage), precision or Precision(), offload or Offload()
     meta.check(model, init)
     comm = communicator_of(comm, model.parameters())
+    size = comm.size if shard_size is None else shard_size
     found, chosen = find_units(model, unit, persist_below=persist_below, precision=precision)
     kept = {at for at, f in enumerate(found) if keep is not None and matches(f.module, keep)}
     of = {
-        p: {"unit": f.name or "root", "stage": stage, "keep": at in kept}
+        p: {"unit": f.name or "root", "stage": stage, "shard_size": size, "keep": at in kept}
         for at, f in enumerate(found)
         for _, p in f.parameters
     }
@@ -99,11 +104,12 @@ def shard(
     check_equal(comm, facts, "shard")
     # only now: where the ranks' arguments differ, some might raise alone
     offload.check(row)
+    _check_shard_size(size, row, comm)
     if keep is not None and not kept:
         kinds = ", ".join(sorted({type(f.module).__name__ for f in found}))
         raise UsageError(f"keep={keep!r} matches no unit; the units are of {kinds}")
     placed = (p.device for p in model.parameters() if not p.is_meta)
-    ledger = Ledger(comm, next(placed, comm.device))
+    ledger = Ledger(ranks_of(comm, size), next(placed, comm.device))
     units = _build(model, found, row, offload, ledger, init)
     meta.fill(model, model.buffers(), init, comm.device)  # of modules without parameters
     broadcast(comm, model.buffers())
@@ -131,6 +137,14 @@ def _check(value: object, allowed: Any, name: str) -> None:
         raise UsageError(f"shard({name}={value!r}): allowed: {names}")
 
 
+def _check_shard_size(size: int, stage: Stage, comm: Communicator) -> None:
+    if size < 1 or comm.size % size:
+        fit = [n for n in range(1, comm.size + 1) if comm.size % n == 0]
+        raise UsageError(f"shard_size is {size!r}, over {comm.size} ranks; allowed: {fit}")
+    if size < comm.size and not stage.slices:
+        raise UsageError(f"shard_size={size} in stage 0, which shards nothing; it needs 1, 2 or 3")
+
+
 def _build(
     model: nn.Module,
     found: Sequence[UnitSpec],
@@ -140,11 +154,11 @@ def _build(
     init: meta.Init | None,
 ) -> list[FlatUnit]:
     named = [(f.name, [(n, p.numel()) for n, p in f.parameters]) for f in found]
-    plans, at = layout(named, ledger.comm.size), places(model)
+    plans, at = layout(named, ledger.ranks.shards.size, ledger.ranks.copies), places(model)
     units: list[FlatUnit] = []
     for index in reversed(range(len(found))):  # the root last: it may own a part of every module
         spec, plan = found[index], plans[index]
-        meta.fill(spec.module, [p for _, p in spec.parameters], init, ledger.comm.device)
+        meta.fill(spec.module, [p for _, p in spec.parameters], init, ledger.ranks.every.device)
         for name, p in spec.parameters:
             resting.name(p, name)
             p.grad = None  # from stage 1 on it would have another shape than the parameter

@@ -1,9 +1,10 @@
 """The memory layout: parameters -> units -> one flat buffer each -> shards.
 
 A unit's parameters follow one another in its flat buffer. Each starts at a multiple of ALIGNMENT
-elements, and the buffer is padded to a multiple of n * ALIGNMENT. Rank r's shard is the r-th of n
-equal parts. So gathering needs no copies: a parameter is a view of the gathered buffer, and a
-rank's slice of it is a view of the rank's shard. Pure: names and element counts only.
+elements, and the buffer is padded to a multiple of n * ALIGNMENT (times the number of replicas, over
+which a shard is then reduced in equal parts). Rank r's shard is the r-th of n equal parts. So
+gathering needs no copies: a parameter is a view of the gathered buffer, and a rank's slice of it is
+a view of the rank's shard. Pure: names and element counts only.
 """
 
 from __future__ import annotations
@@ -71,15 +72,17 @@ class Unit:
         return [end - begin for e, begin, end in parts if end > begin or not e.elements]
 
 
-def layout(units: Iterable[tuple[str, Sequence[tuple[str, int]]]], ranks: int) -> tuple[Unit, ...]:
-    """Units from (unit name, [(parameter name, elements), ...])."""
-    out = []
+def layout(
+    units: Iterable[tuple[str, Sequence[tuple[str, int]]]], ranks: int, replicas: int = 1
+) -> tuple[Unit, ...]:
+    """Units from (unit name, [(parameter name, elements), ...]). `ranks`: of one replica."""
+    out, multiple = [], ranks * replicas * ALIGNMENT
     for name, parameters in units:
         entries, offset = [], 0
         for parameter, elements in parameters:
             entries.append(Entry(parameter, offset, elements))
             offset = _up(offset + elements, ALIGNMENT)
-        out.append(Unit(name, tuple(entries), ranks, _up(offset, ranks * ALIGNMENT)))
+        out.append(Unit(name, tuple(entries), ranks, _up(offset, multiple)))
     return tuple(out)
 
 

@@ -2,7 +2,8 @@
 
     open      a unit's backward starts: it gets a bucket, or its sums in no_sync
     take      a gradient is scaled, cast and moved in
-    close     all have come: the all_reduce or reduce_scatter starts
+    close     all have come: the all_reduce or reduce_scatter starts (with replicas, then the
+              all_reduce of the rank's shard over these)
     hand_out  backward and all reductions are over: p.grad is set
 
 If a unit has no bucket of its own, one is allocated, and one such bucket is reduced at a time.
@@ -15,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringdp.comm import Communicator, Work
+from ringdp.comm import Work
 from ringdp.errors import UsageError
 from ringdp.kernels.precision import scaled_copy
 from ringdp.parallel.accounting.memory import Ledger
@@ -39,17 +40,20 @@ class _Reduction(NamedTuple):
     turn: _Turn
     bucket: Tensor
     work: Work
+    shard: Tensor | None  # what is to be reduced over the replicas after `work`
 
 
 class Reducing:
-    """Reduces over a communicator of its own. Without `overlap`, waits for each at once."""
+    """Reduces over communicators of its own. Without `overlap`, waits for each at once."""
 
-    def __init__(self, comm: Communicator, ledger: Ledger, *, overlap: bool = True) -> None:
-        self.comm, self.ledger, self.overlap = comm, ledger, overlap
+    def __init__(self, ledger: Ledger, *, overlap: bool = True) -> None:
+        self.ledger, self.overlap = ledger, overlap
+        self.comm, self.replicas = ledger.ranks.shards.duplicate(), ledger.ranks.replicas
         self._turns: dict[int, _Turn] = {}
         self._open: dict[int, GradBuffer] = {}  # units that still take gradients
         self._pending: list[_Reduction] = []
         self._copying: set[torch.cuda.Stream] = set()  # that copy results to the host
+        self._waiting: torch.cuda.Stream | None = None  # for reduce_scatters, as backward does not
         self.unreduced = UnreducedGrads(ledger)
         self.handed_out = 0  # increases with every backward
 
@@ -82,6 +86,8 @@ class Reducing:
         if parameter.grad is not None:  # a hook of the user's may have taken it away
             gradient, parameter.grad = parameter.grad, None
             self._open[unit.index].take(at, gradient)
+        if self.replicas:
+            self.through()
 
     def is_open(self, unit: FlatUnit) -> bool:
         return unit.index in self._open
@@ -116,6 +122,7 @@ class Reducing:
         turn, bucket = self._turns[unit.index], self._open[unit.index].whole()
         if bucket is not unit.gradients.bucket:
             self._land()
+        self._follow()
         del self._open[unit.index]
         sums = self.unreduced.pop(unit)
         if sums is not None:
@@ -123,13 +130,35 @@ class Reducing:
             scaled_copy(sums, bucket, 1 / unit.divisor)
             del sums
         if unit.stage.reduction == "all_reduce":
-            work = self.comm.all_reduce(bucket, async_op=True, tag=unit.index)
+            work, own = self.comm.all_reduce(bucket, async_op=True, tag=unit.index), None
         else:
             own = bucket[unit.cut.part]
             work = self.comm.reduce_scatter(own, bucket, async_op=True, tag=unit.index)
-        self._pending.append(_Reduction(turn, bucket, work))
+        self._pending.append(_Reduction(turn, bucket, work, own if self.replicas else None))
+        if self.replicas and bucket.is_cuda:
+            self._waiting = self._waiting or torch.cuda.Stream(bucket.device)  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(self._waiting):
+                self._follow()
         if not self.overlap:
             self.finish()
+
+    def _follow(self) -> None:
+        """Wait for the reduce_scatters, and reduce what they have given over the replicas. Comes
+        before the next unit's on all ranks, so that they issue all_reduces in one order."""
+        for at, (turn, bucket, work, shard) in enumerate(self._pending):
+            if shard is not None and self.replicas:
+                work.wait()
+                work = self.replicas.all_reduce(shard, async_op=True, tag=turn.unit.index)
+                self._pending[at] = _Reduction(turn, bucket, work, None)
+
+    @property
+    def ended(self) -> bool:
+        """Whether no further reduction can succeed."""
+        return self.comm.ended or bool(self.replicas and self.replicas.ended)
+
+    def sent_bytes(self) -> int:
+        """Bytes that this rank has sent."""
+        return self.comm.sent_bytes() + (self.replicas.sent_bytes() if self.replicas else 0)
 
     def under_way(self) -> int:
         """Bytes of the buckets being reduced."""
@@ -137,6 +166,8 @@ class Reducing:
 
     def through(self) -> bool:
         """Whether `finish` would not have to wait."""
+        if all(reduction.work.is_completed() for reduction in self._pending):
+            self._follow()
         return all(reduction.work.is_completed() for reduction in self._pending)
 
     def finish(self) -> None:
@@ -166,8 +197,9 @@ class Reducing:
     def _land(self) -> None:
         """Wait for the reductions, so that the next bucket can take their memory, but not for
         copies to the host."""
+        self._follow()
         while self._pending:
-            (unit, _, accumulate, _), bucket, work = self._pending[0]
+            (unit, _, accumulate, _), bucket, work, _ = self._pending[0]
             work.wait()  # which KeyboardInterrupt may end: then the next call waits again
             self._pending.pop(0)
             if bucket is unit.gradients.bucket and unit.widths.own:

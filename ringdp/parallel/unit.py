@@ -66,22 +66,22 @@ class FlatUnit:
         ledger: Ledger,
     ) -> None:
         """Takes over the parameters, with rank 0's values. Collective: a broadcast."""
-        comm, dtypes = ledger.comm, spec.dtypes
+        ranks, dtypes = ledger.ranks, spec.dtypes
         parameters = [p for _, p in spec.parameters]
         self.parameters: Sequence[nn.Parameter] = parameters
         self.index, self.plan, self.module, self.stage = index, plan, spec.module, stage
         self.places, self.dtypes, self.offload = places, dtypes, offload
-        self.divisor: float = comm.size  # of its gradients' sums
+        self.divisor: float = ranks.every.size  # of its gradients' sums
         self.sync = True  # whether backwards reduce its gradients, outside of no_sync
         self.ledger = ledger
         self.widths = widths_of(dtypes, offload, trainable=spec.trained)
         self.apart = self.widths.apart  # See Note [masters apart]
         self.freed, self.slices = stage.freed, stage.slices
-        self.cut = Cut(plan, [p.shape for p in parameters], comm.rank, slices=self.slices)
+        self.cut = Cut(plan, [p.shape for p in parameters], ranks.shards.rank, slices=self.slices)
         ledger.pool.let_go()  # the previous unit's memory
         whole = torch.empty(plan.padded, dtype=dtypes.master, device=ledger.device)
         flatten(parameters, whole, offsets=[e.offset for e in plan.entries])
-        comm.broadcast(whole)
+        ranks.every.broadcast(whole)
 
         self.full = whole
         if self.apart:

@@ -29,6 +29,7 @@ class Sharding(NamedTuple):
     stage: Stage
     limit: int  # bytes to gather ahead
     kept: Collection[int] = ()  # units that are not freed after their forward, beside the root's
+    replicas: int = 1
 
     @property
     def each(self) -> list[tuple[Unit, Widths]]:
@@ -89,13 +90,15 @@ def traffic(given: Sharding) -> int:
 
     A reduce_scatter or an all_gather sends n - 1 shards, an all_reduce twice that. Stage 3 gathers
     twice what it frees between forward and backward (see `dry_run.gathers`); frozen units are not
-    reduced.
+    reduced. With replicas an all_reduce of the rank's shard over these follows its reduce_scatter.
     """
+    others = given.replicas - 1
     reductions = 2 if given.stage.reduction == "all_reduce" else 1
     often = dict.fromkeys(range(len(given.units)), given.stage.gathers)
     if given.stage.freed:
         often |= gathers(given.sizes, given.groups, given.limit, given.kept)
     return sum(
         (u.ranks - 1) * u.shard * (w.compute * often[i] + w.reduce * reductions * w.trainable)
+        + 2 * others * (u.shard // given.replicas) * w.reduce * w.trainable
         for i, (u, w) in enumerate(given.each)
     )

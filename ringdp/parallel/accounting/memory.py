@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ringdp.comm import Communicator
 from ringdp.parallel.layout import Unit
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.pool import Pool
 from ringdp.parallel.precision import Dtypes
+from ringdp.parallel.ranks import Ranks
 from ringdp.parallel.stages import Keep, Stage
 
 
@@ -88,12 +88,12 @@ class Ledger:
     """Allocates and counts the engine's buffers: bytes of each category `now` and at its `peak`,
     and at the peak of "passing": gathered units and buckets together.
 
-    `device`: where the model computes. On the CPU the buffers are the communicator's memory, which
-    collectives read and write in place.
+    `device`: where the model computes. On the CPU the buffers are the memory of `ranks.shards`,
+    whose collectives read and write it in place.
     """
 
-    def __init__(self, comm: Communicator, device: torch.device) -> None:
-        self.comm, self.device, self.pool = comm, device, Pool()
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        self.ranks, self.device, self.pool = ranks, device, Pool()
         self.now: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
 
@@ -115,7 +115,7 @@ class Ledger:
     def make(self, elements: int, dtype: torch.dtype) -> Tensor:
         """Allocate a flat buffer, not counted."""
         if self.device.type == "cpu":
-            return self.comm.empty(elements, dtype=dtype)
+            return self.ranks.shards.empty(elements, dtype=dtype)
         return torch.empty(elements, dtype=dtype, device=self.device)
 
 

@@ -21,7 +21,7 @@ class Piece(NamedTuple):
     shape: list[int]  # of the whole
     rest: Tensor  # what the rank keeps: elements kept[0]..kept[1] of the whole
     kept: tuple[int, int]
-    writes: tuple[int, int]  # in every stage one rank writes each element
+    writes: tuple[int, int]  # of these; in every stage one rank writes each element
 
     def own(self, values: Tensor) -> Tensor:
         """The values that this rank writes, out of those of its kept elements."""
@@ -86,7 +86,10 @@ def pieces(engine: Engine) -> list[Piece]:
             unit.plan.entries, unit.parameters, cut.shapes, unit.rest, cut.parts, strict=True
         ):
             kept = part if unit.slices else (0, entry.elements)
-            found.append(Piece(entry.name, p, list(shape), rest, kept, part))
+            (begin, end), replicas = part, engine.ledger.ranks.replicas
+            at, copies = (replicas.rank, replicas.size) if replicas else (0, 1)
+            spread = [begin + (end - begin) * k // copies for k in (at, at + 1)]
+            found.append(Piece(entry.name, p, list(shape), rest, kept, (spread[0], spread[1])))
     return found
 
 

@@ -105,9 +105,9 @@ def full_tensor(parameter: nn.Parameter | None, slice: Tensor) -> Tensor:
         own = slice.detach()
     places = ((u, at) for u in owner.units for at, p in enumerate(u.parameters) if p is parameter)
     unit, at = next(places)
-    parts = [unit.plan.part(unit.plan.entries[at], rank) for rank in range(owner.comm.size)]
+    parts = [unit.plan.part(unit.plan.entries[at], rank) for rank in range(owner.shards.size)]
     out = own.new_empty(unit.plan.entries[at].elements)
-    owner.comm.all_gather_v(out, own, [end - begin for begin, end in parts], tag=unit.index)
+    owner.shards.all_gather_v(out, own, [end - begin for begin, end in parts], tag=unit.index)
     return out.view(unit.cut.shapes[at])
 
 
@@ -154,8 +154,8 @@ def _foreach_norm(
         for i, at in enumerate(places):
             if tensors[at].numel():
                 mine[i] = torch.linalg.vector_norm(tensors[at], order, dtype=torch.float64)
-        every = torch.empty(owner.comm.size * len(places), dtype=torch.float64, device="cpu")
-        owner.comm.all_gather(every, mine)
+        every = torch.empty(owner.shards.size * len(places), dtype=torch.float64, device="cpu")
+        owner.shards.all_gather(every, mine)
         norms = torch.linalg.vector_norm(every.view(-1, len(places)), order, dim=0)
         for at, norm in zip(places, norms, strict=True):
             out[at] = norm.to(tensors[at].device, dtype or tensors[at].dtype)
@@ -193,7 +193,7 @@ def _unscale(tensors: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> Non
     torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, inv_scale)
     for owner in owners:
         found = found_inf.cpu().view(1)
-        owner.comm.all_reduce(found, "max")
+        owner.shards.all_reduce(found, "max")
         found_inf.copy_(found.view(found_inf.shape))
 
 

@@ -23,12 +23,12 @@ from ringdp.parallel.unit import FlatUnit
 def _norm(engine: Engine, units: Sequence[FlatUnit]) -> float:
     """The L2 norm of these units' gradients; a missing one counts as zero. Collective."""
     slices = engine.stage.slices
-    count = 1 if slices else engine.comm.size
+    count = 1 if slices else engine.shards.size
     shards = [unit.gradients.reduced.view(count, -1) for unit in units]
     sums = torch.stack([squared_norm([s[i] for s in shards]) for i in range(count)]).cpu()
     if slices:
-        every = torch.empty(engine.comm.size, dtype=torch.float64, device="cpu")
-        engine.comm.all_gather(every, sums)
+        every = torch.empty(engine.shards.size, dtype=torch.float64, device="cpu")
+        engine.shards.all_gather(every, sums)
         sums = every
     total = 0.0
     for squares in sums.tolist():  # from Python 3.12 on, sum() has other bits: it compensates

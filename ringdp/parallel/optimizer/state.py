@@ -103,7 +103,7 @@ def _saved(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
                 "slices. Use ringdp.save and ringdp.load, which take the optimizer, too, or call "
                 "it within full_parameters(), on every rank"
             )
-        state = state | {"state": gathered(engine.comm, engine.units, optimizer, state["state"])}
+        state = state | {"state": gathered(engine.shards, engine.units, optimizer, state["state"])}
     return state
 
 
