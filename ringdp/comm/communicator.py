@@ -61,7 +61,7 @@ class Communicator(Reductions, Moves, Messages, Named):
         self._connect, self._ranks, self._name = connect, tuple(ranks), name
         self._siblings = Living[Transport]() if duplicates is None else duplicates  # this one, too
         transport = connect(name, self._ranks, timeout, parent)
-        super().__init__(transport, Guard(transport, warn_after, self._siblings))
+        super().__init__(transport, Guard(transport, warn_after, self._siblings, self._ranks))
         self._siblings.add(transport)
         if self.device.type == "cpu":
             heap.keep()

@@ -30,11 +30,17 @@ class Guard:
     """Raises a transport's failures as errors, and looks for their causes while a rank waits."""
 
     def __init__(
-        self, transport: Transport, warn_after: float, duplicates: Iterable[Transport] = ()
+        self,
+        transport: Transport,
+        warn_after: float,
+        duplicates: Iterable[Transport] = (),
+        ranks: Sequence[int] = (),
     ) -> None:
         """`warn_after`: seconds until a warning about a collective that has not finished.
-        `duplicates`: the transports of all duplicates, including this one."""
+        `duplicates`: the transports of all duplicates, including this one. `ranks`: their numbers
+        in the job."""
         self.transport, self.warn_after, self.duplicates = transport, warn_after, duplicates
+        self.ranks = ranks
         self.units: Sequence[str] = ()  # names of units by tag
         # Only copies are raised: a traceback would keep the callers' frames and tensors alive.
         self.error: CommunicationError | None = None
@@ -119,7 +125,7 @@ class Guard:
         else:
             more = self._more(call, failure, seen)
             text = f"{self._waits(call)}; {failure.cause}{more}"
-        return ERRORS[failure.kind](f"{text}\n{table(seen)}")
+        return ERRORS[failure.kind](f"{text}\n{self._numbers()}{table(seen)}")
 
     def _more(self, call: Call, failure: Failure, seen: Observed) -> str:
         """What the ranks' records add to the cause."""
@@ -131,7 +137,12 @@ class Guard:
 
     def _table(self, seen: Observed) -> str:
         duplicates = [t.survey() for t in list(self.duplicates) if t is not self.transport]
-        return table(seen, duplicates, self.transport.rank)
+        return self._numbers() + table(seen, duplicates, self.transport.rank)
+
+    def _numbers(self) -> str:
+        """A line that tells the ranks' numbers in the job, if these are others."""
+        others = [f"{r} is {number} of the job" for r, number in enumerate(self.ranks)]
+        return f"ranks here: {', '.join(others)}\n" * ([*self.ranks] != [*range(len(others))])
 
     def _waits(self, call: Call) -> str:
         behind = self._stuck(call) < call[0] and collective_of(call[1]) not in MESSAGES

@@ -65,8 +65,7 @@ class Engine:
     ) -> None:
         """Collective: creates two communicators. `chosen`: of `find_units`; `kept`: `Gathering`."""
         self.model, self.stage, self.units, self.ledger = model, stage, units, ledger
-        ranks = ledger.ranks
-        self.comm, self.shards = ranks.every, ranks.shards
+        self.comm, self.shards, _ = ranks = ledger.ranks  # all, and those that hold one model
         of: dict[nn.Module, list[int]] = {}
         for unit in units:
             of.setdefault(unit.module, []).append(unit.index)
@@ -78,7 +77,7 @@ class Engine:
         self.gathering = Gathering(
             units, self.groups, ranks.shards.duplicate(), prefetch_bytes, turns, kept
         )
-        for each in (self.reducing.comm, self.gathering.comm):
+        for each in filter(None, (self.reducing.comm, self.gathering.comm, ranks.replicas)):
             each.name_tags([unit.plan.name or "root" for unit in units])
         self._unmanaged = Unmanaged(model, units)
 
@@ -265,9 +264,8 @@ class Engine:
     @property
     def _sharding(self) -> Sharding:
         units, widths = [u.plan for u in self.units], [u.widths for u in self.units]
-        gathering, copies = self.gathering, self.ledger.ranks.copies
-        limits = gathering.limit, gathering.kept
-        return Sharding(units, widths, self.groups, self.stage, *limits, copies)
+        g, copies = self.gathering, self.ledger.ranks.copies
+        return Sharding(units, widths, self.groups, self.stage, g.limit, g.kept, copies)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -50,12 +50,13 @@ def shard(
     precision: dtypes in forward, backward and reductions. offload: what rests in host memory. comm:
     a communicator or a torch.distributed group; by default what `ringdp.init` made last, or else
     torch's default group. shard_size: how many ranks hold a model together, by default all; with
-    fewer, which must divide them, the others hold replicas (see `ranks`). prefetch_bytes: what stage 3 may gather ahead of its use; by default one
-    unit, the largest. persist_below: parameters of fewer elements stay gathered from the model's
-    forward to the end of its backward. keep: modules (a class, several, or a predicate) whose units
-    stage 3 does not free between their forward and their backward. overlap: without it nothing is
-    gathered ahead, and every reduction is waited for at once; the bits are the same. init: fills
-    the modules of a model on the meta device (see `meta`).
+    fewer, which must divide them, the others hold replicas (see `ranks`). prefetch_bytes: what
+    stage 3 may gather ahead of its use; by default one unit, the largest. persist_below: parameters
+    of fewer elements stay gathered from the model's forward to the end of its backward. keep:
+    modules (a class, several, or a predicate) whose units stage 3 does not free between their
+    forward and their backward. overlap: without it nothing is gathered ahead, and every reduction
+    is waited for at once; the bits are the same. init: fills the modules of a model on the meta
+    device (see `meta`).
 
     Parameters and buffers take rank 0's values; existing gradients are dropped. From stage 1 on a
     parameter is, between steps, the flat slice that this rank owns, possibly empty: create the

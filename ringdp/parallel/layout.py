@@ -1,8 +1,8 @@
 """The memory layout: parameters -> units -> one flat buffer each -> shards.
 
 A unit's parameters follow one another in its flat buffer. Each starts at a multiple of ALIGNMENT
-elements, and the buffer is padded to a multiple of n * ALIGNMENT (times the number of replicas, over
-which a shard is then reduced in equal parts). Rank r's shard is the r-th of n equal parts. So
+elements, and the buffer is padded to a multiple of n * ALIGNMENT (times the number of replicas,
+over which a shard is then reduced in equal parts). Rank r's shard is the r-th of n equal parts. So
 gathering needs no copies: a parameter is a view of the gathered buffer, and a rank's slice of it is
 a view of the rank's shard. Pure: names and element counts only.
 """

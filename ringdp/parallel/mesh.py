@@ -1,5 +1,8 @@
 """The ranks and the device that torch's process_group and device_mesh arguments mean.
 
+For replicas (see `ranks`) they are a mesh of two dimensions, replicas and shards, or two groups,
+of shards and of replicas.
+
 A model on the CPU is moved to its rank's GPU, as torch's FSDP does.
 """
 
@@ -9,25 +12,48 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, get_process_group_ranks, get_world_size, group
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringdp.comm import Communicator, communicator_of
-from ringdp.errors import ModelError
+from ringdp.errors import ModelError, UsageError
 
 
-def of_mesh(group: Any, mesh: Any) -> Any:
+def of_mesh(ranks: Any, mesh: Any) -> Any:
     """The group that either argument means, or None."""
     if mesh is None:
-        return group
-    if group is not None:
+        return ranks
+    if ranks is not None:
         raise ModelError(
             "Cannot specify both process_group and device_mesh arguments. They are "
-            f"{group!r} and {mesh!r}; give one"
+            f"{ranks!r} and {mesh!r}; give one"
         )
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
         raise ModelError(f"Only 1D device mesh is supported, but got {mesh!r}: give a part of it")
     return mesh.get_group(mesh_dim=0)
+
+
+def with_replicas(ranks: Any, mesh: Any) -> tuple[Any, Any, int | None]:
+    """`ranks`, `mesh` and shard_size, where the first two may ask for replicas; the mesh then is
+    one of both dimensions. Raises UsageError for ranks in another order than ascending."""
+    if isinstance(mesh, DeviceMesh) and mesh.ndim == 2:
+        members = mesh.mesh.flatten().tolist()
+        if members != sorted(members):
+            raise UsageError(
+                f"a mesh for replicas of ranks {mesh.mesh.tolist()}; allowed: ascending ones"
+            )
+        return ranks, mesh._flatten(), mesh.size(1)
+    if isinstance(ranks, tuple):
+        shards, replicas = map(get_process_group_ranks, ranks)
+        first, size = shards[0] % len(shards), len(shards)
+        fits = shards == [*range(shards[0], shards[0] + size)] and not first
+        if not fits or size * len(replicas) != get_world_size():
+            raise UsageError(
+                f"process_group of shards {shards} and replicas {replicas}; allowed: the first of "
+                f"consecutive ranks, both together all {get_world_size()}"
+            )
+        return group.WORLD, mesh, size
+    return ranks, mesh, None
 
 
 def localize(module: nn.Module, mesh: Any) -> None:

@@ -47,5 +47,6 @@ def ranks_of(every: Communicator, shard_size: int) -> Ranks:
         return Ranks(every, every)
     replica, shard = divmod(every.rank, shard_size)
     shards, replicas = every.split(replica), every.split(shard)
-    assert shards and replicas
+    assert shards is not None
+    assert replicas is not None
     return Ranks(every, shards, replicas)

@@ -90,7 +90,11 @@ def test_buffers_that_cannot_take_rank_0s_values_are_refused(comm):
     ("wrong", "message"),
     [
         ({"module": nn.Linear}, "takes a module; this is a type"),
-        ({"sharding_strategy": ShardingStrategy.HYBRID_SHARD}, "HYBRID_SHARD is not implemented"),
+        ({"sharding_strategy": "SOME_SHARD"}, "SOME_SHARD is not implemented"),
+        (
+            {"sharding_strategy": ShardingStrategy.HYBRID_SHARD},
+            "HYBRID_SHARD with process_group=.* and device_mesh=None; allowed: .* under torchrun",
+        ),
         ({"ignored_modules": [1]}, "ignored_modules"),
         ({"ignored_states": [*net().parameters()]}, r"ignored_states=\[.*\] is not implemented"),
         ({"cpu_offload": True}, "cpu_offload=True"),

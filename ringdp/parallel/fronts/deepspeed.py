@@ -107,6 +107,7 @@ def initialize(
             persist_below=zero["stage3_param_persistence_threshold"],
             overlap=zero["overlap_comm"],
             comm=comm,
+            shard_size=None if zero["mics_shard_size"] < 0 else zero["mics_shard_size"],
         )
         try:
             if unit is not None and sizes:

@@ -130,6 +130,8 @@ KEYS: dict[str, Any] = {
             "zero_quantized_nontrainable_weights", "zero_quantized_weights",
         ),
         **_only(1, "zero_hpz_partition_size"),
+        "mics_shard_size": Key(-1, "whole", -1),  # -1: all ranks
+        **_only(False, "mics_hierarchical_params_gather"),
         "sub_group_size": Key(1e9, "whole", 1e9),
         "stage3_max_reuse_distance": Key(0, "whole"),  # 0: a unit is freed after every use
     },

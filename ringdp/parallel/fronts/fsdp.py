@@ -21,11 +21,13 @@ from ringdp.parallel.engine import Engine
 from ringdp.parallel.entry import shard
 from ringdp.parallel.fronts.fsdp2 import take_in
 from ringdp.parallel.fronts.fsdp_arguments import (
+    STAGES,
     cast_buffers,
     device_of,
     field,
     init_of,
     precision_of,
+    ranks_for,
     units_of,
 )
 from ringdp.parallel.fronts.fsdp_optim import by_name, by_number, names_of
@@ -34,7 +36,6 @@ from ringdp.parallel.offload import Offload
 from ringdp.parallel.optimizer.clip import clip_grad_norm_
 from ringdp.parallel.refuse import MissingAttribute, check_whole, checked_module, refuse
 
-STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0}
 WHOLE_STATE = "ringdp.save and ringdp.load, or state_dict() and optim_state_dict(), which are whole"
 # Attributes of torch's class that are not implemented, and what to use.
 ABSENT = {
@@ -66,13 +67,15 @@ class _Named(type):
 class FullyShardedDataParallel(nn.Module, metaclass=_Named):
     """Shards the module that it wraps, in place. Collective.
 
-    sharding_strategy: torch's FULL_SHARD (stage 3), SHARD_GRAD_OP (stage 2) or NO_SHARD (stage 0).
-    auto_wrap_policy: torch's, such as a partial of transformer_auto_wrap_policy; None makes one
-    unit, apart from modules wrapped by hand. mixed_precision, cpu_offload: torch's classes; with a
-    policy, batch norms and the other modules that mixed_precision names compute in float32, as in
-    torch. device_mesh: of one dimension. device_id: the GPU that a model on the CPU is moved to, by
-    default that of the ranks. param_init_fn: allocates and fills the own tensors of the module
-    on the meta device that it gets.
+    sharding_strategy: torch's FULL_SHARD (stage 3), SHARD_GRAD_OP (stage 2) or NO_SHARD (stage 0);
+    with HYBRID_SHARD (stage 3) and _HYBRID_SHARD_ZERO2 (stage 2) the ranks of each host hold a
+    replica, or those of a pair of groups, shards and replicas, or of a device_mesh of replicas and
+    shards. auto_wrap_policy: torch's, such as a partial of transformer_auto_wrap_policy; None makes
+    one unit, apart from modules wrapped by hand. mixed_precision, cpu_offload: torch's classes;
+    with a policy, batch norms and the other modules that mixed_precision names compute in float32,
+    as in torch. device_mesh: otherwise of one dimension. device_id: the GPU that a model on the CPU
+    is moved to, by default that of the ranks. param_init_fn: allocates and fills the own tensors of
+    the module on the meta device that it gets.
     Parameters and buffers always take rank 0's values (sync_module_states), and parameters stay the
     model's own (use_orig_params). The other arguments tune what is always on here; values that ask
     for more are errors.
@@ -120,7 +123,7 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
         offloads = cpu_offload is not None and field("cpu_offload", cpu_offload, "offload_params")
         precision = precision_of(mixed_precision, wraps=auto_wrap_policy is not None)
         offload = Offload(parameters=stage == 3, optimizer=True) if offloads else None
-        self._asked = (stage, precision, offload)
+        self._asked = (name, precision, offload)
         inner = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
         if any(auto_wrap_policy or m._asked != self._asked for m in inner):
             raise UsageError(
@@ -131,7 +134,8 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
         if auto_wrap_policy is not None:
             units = units_of(module, auto_wrap_policy)
         device, init = device_of(device_id, module), init_of(param_init_fn, module)
-        comm = take_in(inner, module, process_group, device_mesh, device)
+        group, mesh, shard_size = ranks_for(name, process_group, device_mesh)
+        comm = take_in(inner, module, group, mesh, device)
         self.module = module
         self._state_configs: tuple[Any, Any] = (None, None)  # the model's, the optimizer's
         self.engine = shard(
@@ -142,6 +146,7 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
             offload=offload,
             init=init,
             comm=comm,
+            shard_size=shard_size,
         )
         self.engine.always_gathers_state = True
         dtypes = cast_buffers(module, mixed_precision.buffer_dtype, precision) if precision else {}

@@ -24,7 +24,7 @@ from ringdp.errors import UsageError
 from ringdp.parallel.engine import Engine
 from ringdp.parallel.entry import shard
 from ringdp.parallel.fronts.fsdp_module import FSDPModule, Options, heed, sharded_class
-from ringdp.parallel.mesh import move_to_ranks
+from ringdp.parallel.mesh import move_to_ranks, with_replicas
 from ringdp.parallel.meta import Init
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.precision import Precision
@@ -59,9 +59,9 @@ def fully_shard(
     is stage 2: they are kept at all times. mp_policy, offload_policy: such as torch's
     (CPUOffloadPolicy offloads parameters and optimizer), the same for blocks and model, but for
     output_dtype. Without reduce_dtype gradients are reduced in the parameters' dtype, as in torch
-    from 2.15 on. mesh: of one dimension; comm: an alternative. A model on the CPU moves to the
-    current GPU if the mesh or group is of GPUs. init: as for `shard`; meta parameters are
-    materialized by this call, not by to_empty() after it.
+    from 2.15 on. mesh: of one dimension, or of two, replicas and shards; comm: an alternative. A
+    model on the CPU moves to the current GPU if the mesh or group is of GPUs. init: as for `shard`;
+    meta parameters are materialized by this call, not by to_empty() after it.
     Between steps a parameter is a flat slice, not a DTensor; state_dict() has whole tensors. Both
     have full_tensor().
     Raises UsageError for what is not implemented.
@@ -101,6 +101,7 @@ def fully_shard(
     live = {n: m for n, m in within.items() if not m.engine.closed or m.engine in _TAKEN_IN}
     stage = _stage(live, asked, reshard_after_forward)
     inner: list[Any] = [*within.values()]
+    comm, mesh, shard_size = with_replicas(comm, mesh)
     ranks = take_in(live.values(), whole, comm, mesh)
     engine = shard(
         whole,
@@ -109,6 +110,7 @@ def fully_shard(
         precision=_reduced(asked.mp_policy, whole),
         offload=Offload(stage == 3, optimizer=True, pin=pins) if asked.offload_policy else None,
         comm=ranks,
+        shard_size=shard_size,
         init=init,
     )
     engine.always_gathers_state = True

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
+from ringdp.comm import Communicator
 from ringdp.errors import UsageError
+from ringdp.parallel.mesh import with_replicas
 from ringdp.parallel.meta import Init
 from ringdp.parallel.precision import Precision
 from ringdp.parallel.refuse import refuse
+
+STAGES = {  # of each ShardingStrategy
+    "FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "_HYBRID_SHARD_ZERO2": 2,
+}  # fmt: skip
 
 
 def device_of(device_id: Any, module: nn.Module) -> torch.device | None:
@@ -33,6 +41,26 @@ def device_of(device_id: Any, module: nn.Module) -> torch.device | None:
 
 def _refused(device_id: object, why: str) -> UsageError:
     return UsageError(f"FullyShardedDataParallel(device_id={device_id!r}): {why}")
+
+
+def ranks_for(
+    strategy: str, process_group: Any, device_mesh: Any
+) -> tuple[ProcessGroup | Communicator | None, Any, int | None]:
+    """The group, mesh and shard_size. Raises UsageError if they do not fit the strategy."""
+    found, mesh, shard_size = with_replicas(process_group, device_mesh)
+    hybrid = "HYBRID" in strategy
+    if not hybrid and shard_size is None:
+        return found, mesh, None
+    if hybrid and found is None and mesh is None:
+        local = os.environ.get("LOCAL_WORLD_SIZE", "")
+        shard_size = int(local) if local.isdecimal() else None
+    if not hybrid or shard_size is None:
+        raise UsageError(
+            f"FullyShardedDataParallel: {strategy} with process_group={process_group!r} and "
+            f"device_mesh={device_mesh!r}; allowed: a pair of groups, or a mesh of two dimensions, "
+            "with HYBRID_SHARD and _HYBRID_SHARD_ZERO2; these also without either, under torchrun"
+        )
+    return found, mesh, shard_size
 
 
 def units_of(model: nn.Module, policy: Any) -> set[nn.Module]:

@@ -37,6 +37,8 @@ class EngineTracer(Tracer):
         self._memory = memory = MemoryTracer(engine, recorder, self._facts)
         engine.gathering.comm.label(f"gathers of stage {engine.stage.number}")
         engine.reducing.comm.label(f"reductions of stage {engine.stage.number}")
+        if engine.reducing.replicas:
+            engine.reducing.replicas.label("reductions over replicas")
         self._patches = patches = Patches()
         patches.after(engine, "_before_forward", self._forward_begins)
         patches.before(engine, "_after_forward", self._forward_ends)

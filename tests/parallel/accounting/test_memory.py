@@ -14,6 +14,7 @@ import ringdp
 from ringdp.parallel.accounting.formula import Sharding, formula, traffic
 from ringdp.parallel.accounting.memory import Ledger, Widths, state_bytes
 from ringdp.parallel.layout import layout
+from ringdp.parallel.ranks import ranks_of
 from ringdp.parallel.stages import STAGES, Keep, stage_of
 
 
@@ -73,7 +74,7 @@ def test_the_optimizers_of_all_ranks_hold_each_element_once(sizes, n):
 
 
 def test_a_ledger_records_the_peak():
-    ledger = Ledger(ringdp.init(), torch.device("cpu"))
+    ledger = Ledger(ranks_of(ringdp.init(), 1), torch.device("cpu"))
     ledger.take("buckets", 5)
     ledger.take("buckets", 7)
     ledger.give("buckets", 5)

@@ -73,7 +73,7 @@ def contents(engine: ringdp.Engine, optimizer: Any) -> dict[str, list[float]]:
         found |= {k: v.flatten().tolist() for k, v in engine.model.state_dict().items()}
     for unit in engine.units:
         for i, (p, e) in enumerate(zip(unit.parameters, unit.plan.entries, strict=True)):
-            begin, end = unit.plan.local(e, engine.comm.rank)
+            begin, end = unit.plan.local(e, engine.shards.rank)
             if unit.stage.number == 0:
                 begin, end = e.offset, e.offset + e.elements
             for key in ("exp_avg", "exp_avg_sq"):
@@ -84,15 +84,17 @@ def contents(engine: ringdp.Engine, optimizer: Any) -> dict[str, list[float]]:
                 else:
                     shard = torch.zeros(unit.plan.shard)
                     shard[begin:end] = mine
-                    engine.comm.all_gather(full, shard)
+                    engine.shards.all_gather(full, shard)
                 value = full[e.offset : e.offset + e.elements]
                 found[f"{key} {unit.index} {i} {e.name}"] = value.tolist()
     return {k.split()[-1] + k.split()[0]: v for k, v in found.items()}
 
 
-def train_and_save(comm: Communicator, path: str, stage: int, optimizer: str) -> Any:
+def train_and_save(
+    comm: Communicator, path: str, stage: int, optimizer: str, shard_size: int | None = None
+) -> Any:
     model = net()
-    engine = ringdp.shard(model, stage=stage, comm=comm)
+    engine = ringdp.shard(model, stage=stage, comm=comm, shard_size=shard_size)
     opt = make_optimizer(optimizer, model)
     train(model, opt, range(3))
     ringdp.save(path, engine, opt, extra={"step": 3})
@@ -102,9 +104,14 @@ def train_and_save(comm: Communicator, path: str, stage: int, optimizer: str) ->
     return held, losses
 
 
-def load_and_train(comm: Communicator, path: str, stage: int, optimizer: str) -> Any:
+def load_and_train(
+    comm: Communicator, path: str, stage: int, optimizer: str, shard_size: int | None = None
+) -> Any:
     model = net(seed=1 + comm.rank)
-    engine = ringdp.shard(model, stage=stage, unit=nn.Linear, persist_below=8, comm=comm)
+    unit, below = nn.Linear, 8
+    engine = ringdp.shard(
+        model, stage=stage, unit=unit, persist_below=below, comm=comm, shard_size=shard_size
+    )
     opt = make_optimizer(optimizer, model, lr=7.0)
     extra = ringdp.load(path, engine, opt)
     assert extra == {"step": 3}
@@ -156,6 +163,22 @@ def test_a_checkpoint_loads_with_any_ranks_and_stage(ranks, tmp_path, wrote, rea
             if n == wrote[0]:
                 assert after == losses, "saving and loading change nothing"
     assert len(list(Path(path).glob("data-*"))) == 1
+
+
+def test_replicas_write_each_element_once_and_about_as_much(ranks, tmp_path):
+    """What they write loads with other replicas, and without."""
+    held, losses = ranks(4)(train_and_save, str(tmp_path), 3, "torch", 2)[0]
+    files = sorted(tmp_path.glob("data-*/*"))
+    sizes = [sum(t.numel() for t in load_file(f).values()) for f in files]
+    values = sum(p.numel() * (3 if p.requires_grad else 1) for p in net().parameters())
+    steps = sum(p.requires_grad for p in net().parameters())
+    assert values <= sum(sizes) - 2 * WIDTH - 1 <= values + 4 * steps
+    for one, other in ((0, 2), (1, 3)):  # which have the same shards
+        assert abs(sizes[one] - sizes[other]) < 0.1 * sizes[one]
+    for n, stage, shard_size in ((4, 2, 1), (4, 1, None), (2, 0, None), (4, 3, 2)):
+        for found, after in ranks(n)(load_and_train, str(tmp_path), stage, "ringdp", shard_size):
+            assert found == held
+            assert after == pytest.approx(losses, rel=1e-4)
 
 
 @on_ranks(2)
