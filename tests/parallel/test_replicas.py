@@ -15,6 +15,8 @@ from tests.equal import equal
 from tests.forks import Forks, Report, die
 from tests.parallel import small
 from tests.ranks import on_ranks
+from tests.transport.device_bodies import in_replicas
+from tests.transport.over import over
 
 pytestmark = pytest.mark.process
 
@@ -101,6 +103,14 @@ def test_all_else_is_as_in_one_process(comm: Communicator, stage: int) -> None:
         for a, b in zip(exact, ours, strict=True):
             torch.testing.assert_close(b.state_dict()["state"], a.state_dict()["state"])
     engine.close()
+
+
+def test_gloo_gives_the_bits_of_shared_memory(ranks):
+    exact = ranks(N)(in_replicas)
+    for here, there in zip(ranks(N)(over, "c10d", in_replicas), exact, strict=True):
+        assert here.losses == there.losses
+        assert equal(here.parameters, there.parameters)
+        assert here.sent == there.sent
 
 
 @on_ranks(N)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,9 +35,18 @@ def ddp(comm: Communicator, device: str = "cpu") -> Trained:
 
 def adafactor(comm: Communicator, device: str = "cpu") -> Trained:
     """In stage 3; steps look at whole parameters, some of which lie on both ranks."""
+    return _train(comm, device, torch.optim.Adafactor)
+
+
+def in_replicas(comm: Communicator, device: str = "cpu") -> Trained:
+    """In stage 3, with two replicas."""
+    return _train(comm, device, torch.optim.AdamW, shard_size=comm.size // 2)
+
+
+def _train(comm: Communicator, device: str, kind: Any, **options: Any) -> Trained:
     net, losses = model().to(device), list[float]()
-    engine = ringdp.shard(net, stage=3, comm=comm)
-    optimizer = torch.optim.Adafactor(net.parameters(), lr=0.01)
+    engine = ringdp.shard(net, stage=3, comm=comm, **options)
+    optimizer = kind(net.parameters(), lr=0.01)
     for step in range(3):
         loss = net(batch(step)[comm.rank :: comm.size].to(device)).square().mean()
         optimizer.zero_grad()

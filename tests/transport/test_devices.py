@@ -18,7 +18,7 @@ from tests.equal import equal
 from tests.forks import CALL_TIMEOUT, Forks, Report, die, meet
 from tests.parallel.test_engine import train
 from tests.ranks import on_ranks
-from tests.transport.device_bodies import Trained, adafactor, ddp, train_clipped
+from tests.transport.device_bodies import Trained, adafactor, ddp, in_replicas, train_clipped
 from tests.transport.nccl.faults import LOSE, fault, only_with_host_nccl
 from tests.transport.offered import offered
 from tests.transport.over import init_over, over
@@ -166,6 +166,14 @@ def train_in_stage(comm: Communicator, stage: int) -> Trained:
 def test_training_gives_the_bits_of_shared_memory(over_device, ranks, trained, arguments):
     found = over_device(2)(trained, *arguments)
     for here, there in zip(found, ranks(2)(trained, *arguments), strict=True):
+        assert here.losses == there.losses
+        assert equal(here.parameters, there.parameters)
+        assert here.sent == there.sent
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_replicas_have_the_bits_of_shared_memory(over_device, ranks, n):
+    for here, there in zip(over_device(n)(in_replicas), ranks(n)(in_replicas), strict=True):
         assert here.losses == there.losses
         assert equal(here.parameters, there.parameters)
         assert here.sent == there.sent

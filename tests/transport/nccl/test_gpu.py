@@ -23,6 +23,7 @@ from tests.ranks import Pool
 from tests.transport.device_bodies import (
     adafactor,
     all_reduce_on_gpu,
+    in_replicas,
     replay_captured_all_reduce,
     train_clipped,
 )
@@ -98,9 +99,10 @@ def test_stage_3_has_the_cpus_losses(on_gpu, pool):
             assert abs(found - expected_value) <= bound * abs(expected_value)
 
 
-def test_steps_of_whole_parameters_have_the_cpus_losses(on_gpu, pool):
+@pytest.mark.parametrize("trained", [adafactor, in_replicas])
+def test_steps_of_whole_parameters_and_replicas_have_the_cpus_losses(on_gpu, pool, trained):
     """As above. The updates' relative errors are those of the gradients."""
-    for here, there in zip(on_gpu(adafactor, "cuda"), pool(adafactor), strict=True):
+    for here, there in zip(on_gpu(trained, "cuda"), pool(trained), strict=True):
         for i, (found, expected_value) in enumerate(zip(here.losses, there.losses, strict=True)):
             bound = 2 * 5 * WIDTH * torch.finfo(torch.float32).eps * (1 + i)
             assert abs(found - expected_value) <= bound * abs(expected_value)
