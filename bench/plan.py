@@ -190,6 +190,7 @@ def one(
         flops=3 * FLOPS * plan.elements * tokens / rates.compute,
         bandwidth=4 * CASES["adamw"].moves * plan.elements / rates.optimizer,
         network=network,
+        within=network,
     )
     says = row(plan, stage, setting)
     net = copy.deepcopy(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from rich.console import Console
 
 from ringdp.cli.checks import between, check_writable, given, one_of, parse_bytes
 from ringdp.cli.console import counted, finish
-from ringdp.cli.plan.hardware import DEVICES, PER_NODE, network
+from ringdp.cli.plan.hardware import DEVICES, PER_NODE, Network, network
 from ringdp.cli.plan.models import Model, read
 from ringdp.cli.plan.options import ALGORITHMS, UTILISATION, Options
 from ringdp.cli.plan.stages import MOST_RANKS, Row, Setting, recommend, row
@@ -46,6 +47,7 @@ def check(options: Options) -> Setting:
     """Turn options into a Setting. Raises UsageError for the first thing that cannot work."""
     between("--ranks", options.ranks, 1, MOST_RANKS)
     between("--per-node", options.per_node, 1, MOST_RANKS)
+    between("--shard-size", options.shard_size, 1, options.ranks)
     between("--batch", options.batch, 1, 1 << 20)
     between("--context", options.context, 1, 1 << 24)
     one_of("--precision", options.precision, PRECISIONS)
@@ -81,8 +83,12 @@ def check(options: Options) -> Setting:
             f"--network is {options.network}, measured in a host's memory; allowed: with --flops, "
             f"what a rank computes there, which is no {options.device}"
         )
+    size = options.ranks if options.shard_size is None else options.shard_size
+    within = over if size == options.ranks else _within(options, size, over)
     return Setting(
         ranks=options.ranks,
+        replicas=options.ranks // size,
+        within=within,
         tokens=options.batch * options.context,
         memory=memory,
         flops=options.flops or (share or UTILISATION) * peak,
@@ -90,6 +96,23 @@ def check(options: Options) -> Setting:
         network=over,
         algorithm=options.algorithm,
     )
+
+
+def _within(options: Options, size: int, over: Network) -> Network:
+    """The network of a replica of `size` ranks."""
+    node = options.per_node or PER_NODE
+    if over.measured:
+        raise UsageError(
+            f"--shard-size is {size}; allowed: none with {options.network}, which measured all "
+            "ranks together"
+        )
+    if options.ranks % size or min(size, node) != math.gcd(size, node):
+        raise UsageError(
+            f"--shard-size is {size}; allowed: what divides --ranks, {options.ranks}, and fills "
+            f"nodes of {node} (--per-node) or equal parts of one"
+        )
+    named = options.network if size > node else None
+    return network(named, options.device, size, per_node=node, alpha=options.alpha)
 
 
 def precision(options: Options) -> Precision:
@@ -106,6 +129,7 @@ def to_json(
         "parameters": model.elements,
         "units": model.units,
         "ranks": setting.ranks,
+        "shard_size": setting.ranks // setting.replicas,
         "per_node": None if setting.network.measured else options.per_node or PER_NODE,
         "precision": options.precision,
         "tokens_per_rank": setting.tokens,

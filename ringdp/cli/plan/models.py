@@ -58,8 +58,8 @@ class Model(NamedTuple):
     def widths(self) -> list[Widths]:
         return [widths_of(p.dtypes, Offload(), trainable=p.trainable) for p in self.parts]
 
-    def layout(self, ranks: int) -> tuple[Unit, ...]:
-        return layout([(p.name, p.parameters) for p in self.parts], ranks)
+    def layout(self, ranks: int, replicas: int = 1) -> tuple[Unit, ...]:
+        return layout([(p.name, p.parameters) for p in self.parts], ranks, replicas)
 
     def scaled(self, elements: int) -> Model:
         """The same model with about `elements` elements.

@@ -31,6 +31,10 @@ class Options:
     per_node: Annotated[int | None, Option(help=f"ranks of one node; {PER_NODE} if not given")] = (
         None
     )
+    shard_size: Annotated[
+        int | None,
+        Option(help="ranks that hold a model together in stages 1 to 3; all if not given"),
+    ] = None
     stage: Annotated[str, Option(help="all, or some of 0,1,2,3")] = "all"
     precision: Annotated[str, Option(help="of compute: fp32, bf16 or fp16")] = "bf16"
     reduce: Annotated[

@@ -35,7 +35,13 @@ class Setting:
     flops: float  # per second, sustained
     bandwidth: float  # bytes/s of a rank's memory
     network: Network
+    within: Network  # of a replica's ranks
     algorithm: str = "direct"
+    replicas: int = 1  # in stages 1 to 3
+
+    def of(self, stage: int) -> int:
+        """The replicas in that stage."""
+        return self.replicas if stage_of(stage).slices else 1
 
 
 @dataclass(frozen=True)
@@ -55,13 +61,14 @@ class Row:
         return sum(self.memory)
 
 
-def held(model: Model, stage: int, ranks: int, *, yields: bool = False) -> Memory:
-    """Bytes of one rank, by the engine's formula with its default prefetching.
-
-    `yields` is as in `Network`.
+def held(
+    model: Model, stage: int, ranks: int, *, replicas: int = 1, yields: bool = False
+) -> Memory:
+    """Bytes of one rank, by the engine's formula with its default prefetching. `ranks`: of one
+    replica. `yields` is as in `Network`.
     """
     return formula(
-        _sharding(model, stage, ranks),
+        _sharding(model, stage, ranks, replicas),
         RANK,
         yields=yields,
         per_element=PER_ELEMENT,
@@ -70,7 +77,9 @@ def held(model: Model, stage: int, ranks: int, *, yields: bool = False) -> Memor
 
 
 def row(model: Model, stage: int, setting: Setting) -> Row:
-    given = _sharding(model, stage, setting.ranks)
+    replicas = setting.of(stage)
+    shards = setting.ranks // replicas
+    given = _sharding(model, stage, shards, replicas)
     each = given.each
     asked: set[tuple[Collective, int]] = set()
 
@@ -85,10 +94,16 @@ def row(model: Model, stage: int, setting: Setting) -> Row:
                 (w.compute if gathers else w.reduce * w.trainable) * u.padded for u, w in each
             )
         asked.add((collective, max(size, among)))
-        price = closed(collective, setting.algorithm, setting.ranks)
-        return seconds(price, setting.network.of(collective), size, among=among)
+        n, over = shards, setting.network
+        if replicas > 1 and collective == "all_reduce":
+            n = replicas
+        elif replicas > 1:
+            over = setting.within
+        return seconds(
+            closed(collective, setting.algorithm, n), over.of(collective), size, among=among
+        )
 
-    memory = held(model, stage, setting.ranks, yields=setting.network.yields)
+    memory = _held(model, stage, setting)
     slices = given.stage.slices
     owned = sum(sum(u.owned(RANK)) if slices else u.elements for u, w in each if w.trainable)
     step = predict(
@@ -113,7 +128,12 @@ def row(model: Model, stage: int, setting: Setting) -> Row:
 
 
 def fits(model: Model, stage: int, setting: Setting) -> bool:
-    return sum(held(model, stage, setting.ranks, yields=setting.network.yields)) <= setting.memory
+    return sum(_held(model, stage, setting)) <= setting.memory
+
+
+def _held(model: Model, stage: int, setting: Setting) -> Memory:
+    replicas, yields = setting.of(stage), setting.network.yields
+    return held(model, stage, setting.ranks // replicas, replicas=replicas, yields=yields)
 
 
 def largest(model: Model, stage: int, setting: Setting) -> int:
@@ -137,12 +157,13 @@ def recommend(rows: Sequence[Row], model: Model, setting: Setting) -> str:
         without = f"; {_stages(others)} not fit" if others else ""
         return f"stage {best.stage}: the least predicted time among those that fit{without}"
     least = min(rows, key=lambda r: r.total)
-    ranks = setting.ranks
+    ranks = setting.ranks // setting.replicas
+    of = "ranks a replica" if setting.replicas > 1 else "ranks"
     while 2 * ranks <= MOST_RANKS:
         ranks *= 2
-        if fits(model, least.stage, replace(setting, ranks=ranks)):
-            return f"none fits; stage {least.stage} would with {ranks} ranks"
-    return f"none fits; nor would stage {least.stage} with up to {ranks} ranks"
+        if fits(model, least.stage, replace(setting, ranks=ranks, replicas=1)):
+            return f"none fits; stage {least.stage} would with {ranks} {of}"
+    return f"none fits; nor would stage {least.stage} with up to {ranks} {of}"
 
 
 def _stages(rows: Sequence[Row]) -> str:
@@ -150,8 +171,9 @@ def _stages(rows: Sequence[Row]) -> str:
     return f"stage {names} does" if len(rows) == 1 else f"stages {names} do"
 
 
-def _sharding(model: Model, stage: int, ranks: int) -> Sharding:
-    """How the engine shards the model by default."""
-    units, widths = model.layout(ranks), model.widths
+def _sharding(model: Model, stage: int, ranks: int, replicas: int) -> Sharding:
+    """How the engine shards the model by default. `ranks`: of one replica."""
+    units, widths = model.layout(ranks, replicas), model.widths
     sizes = [w.compute * u.padded for u, w in zip(units, widths, strict=True)]
-    return Sharding(units, widths, model.groups, stage_of(stage), one_unit(sizes, model.groups))
+    limit = one_unit(sizes, model.groups)
+    return Sharding(units, widths, model.groups, stage_of(stage), limit, replicas=replicas)

@@ -5,7 +5,7 @@ time, in the order in which the engine issues them. Compute waits for the gather
 reduction from a shared bucket waits, once the bucket is full, for the reduction before it. The
 optimizer waits for all of them. Time for which compute waits is exposed; the rest of the wire's
 time is hidden. If the cores that compute also move the bytes, as in shared memory, nothing is
-hidden.
+hidden. Replicas' all_reduces wait for the wire, too, though it may be another.
 
 Leaves out the slowdown of kernels by concurrent collectives, and the host's time.
 """
@@ -92,6 +92,8 @@ def predict(
         if not widths.keeps_bucket(stage):
             clocks.wait(reduced)
         reduced = clocks.send(cost(stage.reduction, widths.reduce * layout.padded))
+        if given.replicas > 1:
+            reduced = clocks.send(cost("all_reduce", widths.reduce * layout.shard))
 
     for what, which in iteration(given.sizes, groups, given.limit, freed=given.stage.freed):
         if what == "gather" and stage.gathers:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -51,6 +51,7 @@ def show(
         f"{setting.flops / 1e12:.4g} Tflop/s ({rate}); memory {setting.memory / 1e9:.4g} GB",
         f"{setting.algorithm}; {network.source}{hides}",
         *(fits or [terms(network.machine)]),
+        *_replicas(setting),
     ):
         say(console, line)
     of_bytes = _scale(BYTES, max(r.total for r in rows))
@@ -77,6 +78,15 @@ def show(
         say(console, f"* Extrapolated: {reasons}.")
     say(console, LEFT_OUT)
     say(console, f"Recommended: {says}.")
+
+
+def _replicas(setting: Setting) -> Iterator[str]:
+    if setting.replicas > 1:
+        yield (
+            f"in stages 1 to 3 {counted(setting.replicas, 'replica')}, each of "
+            f"{counted(setting.ranks // setting.replicas, 'rank')}: {setting.within.source}"
+        )
+        yield terms(setting.within.machine)
 
 
 def terms(machine: Machine) -> str:

@@ -71,6 +71,6 @@ def test_bytes_of_a_plan_equal_the_engines(ranks, stage, precision, network):
     with torch.device("meta"):
         model = of_module("Runs", Runs(), PRECISIONS[precision])
     over = NETWORKS[network][1]
-    setting = Setting(ranks=2, tokens=4, memory=1 << 20, flops=1e9, bandwidth=1e9, network=over)
+    setting = Setting(2, 4, 1 << 20, flops=1e9, bandwidth=1e9, network=over, within=over)
     plan = row(model, stage, setting)
     assert ranks(2)(one_step, stage, precision, network)[0] == (plan.memory, plan.sent)

@@ -75,6 +75,30 @@ def test_if_no_stage_fits_the_ranks_needed_are_named():
     assert message == f"none fits; nor would stage 1 with up to {ranks} ranks"
 
 
+def test_replicas_are_priced_by_both_networks():
+    """Where a node holds a model, its links carry what a model's shards exchange; between nodes are
+    the all_reduces of the shards only. Stage 0 is as without."""
+    given = {"model": "llama-7b", "ranks": 64, "alpha": 0.0}
+    alone, within, across = (
+        planned(**given | more)[2]
+        for more in ({}, {"ranks": 8}, {"network": f"{10**9}GB", "shard_size": 8})
+    )
+    model, setting, rows, _ = planned(**given, shard_size=8)
+    assert rows[0] == alone[0]
+    for r, w, a in zip(rows[1:], within[1:], across[1:], strict=True):
+        held_ = held(model, r.stage, 8, replicas=8)
+        assert r.memory == held_
+        assert sum(held_) == pytest.approx(w.total, rel=1e-4)
+        shards = 2 * model.elements / 8  # bytes of gradients in bf16
+        between = 2 * shards * 7 / 8 * setting.network.machine.beta
+        assert r.step.communication == pytest.approx(w.step.communication + between, rel=0.03)
+        assert a.step.communication == pytest.approx(w.step.communication, rel=0.03)
+        assert r.step.total < alone[r.stage].step.total / 4
+    _, _, _, message = planned(model="llama-70b", ranks=64, shard_size=2)
+    ranks = int(message.split()[-4])
+    assert message == f"none fits; stage 3 would with {ranks} ranks a replica"
+
+
 def test_a_larger_model_fits_where_gathers_yield():
     """In shared memory, which the bench file measures, they do."""
     model = read("params=1e6/8", precision(Options(model="")))
@@ -190,6 +214,30 @@ REFUSED = {
     "many units": (["--model", f"params=1/{'9' * 5000}"], "99'; allowed: params=7e9, which is in"),
     "ranks 0": (["--model", "gpt2", "--ranks", "0"], "--ranks is 0; allowed"),
     "part of a node": (["--model", "gpt2", "--ranks", "12"], "a multiple of --per-node"),
+    "no rank a replica": (["--model", "gpt2", "--shard-size", "0"], "--shard-size is 0; allowed"),
+    "parts of nodes": (
+        ["--model", "gpt2", "--ranks", "24", "--shard-size", "3"],
+        "--shard-size is 3; allowed: what divides --ranks, 24, and fills nodes of 8",
+    ),
+    "replicas of a bench": (
+        [
+            *(
+                [
+                    "--model",
+                    "gpt2",
+                    "--ranks",
+                    "2",
+                    "--shard-size",
+                    "1",
+                    "--flops",
+                    "1e11",
+                    "--network",
+                ]
+            ),
+            str(BENCH),
+        ],
+        "--shard-size is 1; allowed: none with",
+    ),
     "stage 4": (["--model", "gpt2", "--stage", "4"], "--stage is '4'; allowed"),
     "precision": (["--model", "gpt2", "--precision", "int8"], "--precision is 'int8'; allowed"),
     "reduce": (["--model", "gpt2", "--reduce", "int8"], "--reduce is 'int8'; allowed"),

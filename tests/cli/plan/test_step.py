@@ -19,13 +19,14 @@ BF16 = Widths(4, 2, 2, apart=True, own=False)
 RANKS = 4
 
 
-def run(sizes, stage, widths, *, cost, forward, flatten=None, limit=None, beside=True):
-    units = layout([(str(i), [("w", s)]) for i, s in enumerate(sizes)], RANKS)
+def run(sizes, stage, widths, *, cost, forward, flatten=None, limit=None, beside=True, replicas=1):
+    units = layout([(str(i), [("w", s)]) for i, s in enumerate(sizes)], RANKS, replicas)
     most = max(
         (w.compute * u.padded for u, w in zip(units[1:], widths[1:], strict=True)), default=0
     )
     groups = [[i] for i in range(len(sizes))]
-    given = Sharding(units, widths, groups, STAGES[stage], most if limit is None else limit)
+    limit = most if limit is None else limit
+    given = Sharding(units, widths, groups, STAGES[stage], limit, replicas=replicas)
     return given, predict(
         given,
         cost=cost,
@@ -63,6 +64,15 @@ def test_the_timeline_sends_the_bytes_of_the_traffic_formula(units, stage, limit
     assert step.communication == traffic(given)
     assert 0 <= step.exposed <= step.communication
     assert step.compute == 3 * len(sizes)
+
+
+@given(st.lists(st.integers(0, 999), min_size=1, max_size=6), st.sampled_from([1, 2, 3]))
+def test_as_many_replicas_as_each_has_ranks_send_the_bytes_of_the_formula(sizes, stage):
+    widths, forward = [BF16] * len(sizes), [1.0] * len(sizes)
+    given, step = run(sizes, stage, widths, cost=sent, forward=forward, limit=0, replicas=RANKS)
+    assert step.communication == traffic(given)
+    shards = sum(w.reduce * u.shard for u, w in given.each)
+    assert traffic(given) - traffic(given._replace(replicas=1)) == sent("all_reduce", shards)
 
 
 # A root without parameters, and two equal units A and B. Every collective takes 1, a unit's forward
