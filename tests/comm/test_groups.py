@@ -11,7 +11,8 @@ import torch
 
 import ringdp
 from ringdp import Communicator
-from tests.comm.failing import leaves_nothing
+from tests.comm.failing import catch, leaves_nothing
+from tests.forks import Forks, Report
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
@@ -76,6 +77,20 @@ def check_split(comm: Communicator) -> None:
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_split_makes_communicators_of_some_ranks(ranks, n: int):
     ranks(n)(check_split)
+
+
+def differ(comm: Communicator, report: Report) -> None:
+    part = comm.split(comm.rank % 2)
+    assert part is not None
+    caught = catch(part, part.barrier if comm.rank == 3 else lambda: total(part, 1))
+    report(caught and caught.text)
+
+
+def test_errors_tell_the_ranks_numbers_in_the_job(forks: Forks) -> None:
+    texts = [reported[0] for _, reported in forks(4, differ)]
+    for rank in (1, 3):
+        assert "called differently" in texts[rank]
+        assert "\nranks here: 0 is 1 of the job, 1 is 3 of the job\n" in texts[rank]
 
 
 @on_ranks(4)

@@ -21,9 +21,9 @@ from tests.ranks import on_ranks
 SIZES = st.lists(st.lists(st.integers(0, 200), max_size=6), min_size=1, max_size=4)
 
 
-def plan(sizes: list[list[int]], ranks: int):
+def plan(sizes: list[list[int]], ranks: int, replicas: int = 1):
     named = [(f"u{i}", [(f"p{j}", n) for j, n in enumerate(u)]) for i, u in enumerate(sizes)]
-    return layout(named, ranks)
+    return layout(named, ranks, replicas)
 
 
 def padding(unit: Unit) -> list[tuple[int, int]]:
@@ -48,6 +48,15 @@ def test_slices_cover_every_parameter_once_and_in_order(sizes, ranks):
             assert parts == list(range(n))
             every = {rank: unit.part(entry, rank) for rank in range(ranks)}
             assert unit.parts(entry) == {r: (a, b) for r, (a, b) in every.items() if a < b}
+
+
+@given(SIZES, st.integers(1, 9), st.integers(1, 9))
+def test_shards_divide_among_replicas(sizes, ranks, replicas):
+    for unit, world in zip(
+        plan(sizes, ranks, replicas), plan(sizes, ranks * replicas), strict=True
+    ):
+        assert unit.shard == replicas * world.shard
+        assert unit.entries == world.entries
 
 
 @given(SIZES, st.integers(1, 9))
