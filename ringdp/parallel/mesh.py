@@ -45,9 +45,9 @@ def with_replicas(ranks: Any, mesh: Any) -> tuple[Any, Any, int | None]:
         return ranks, mesh._flatten(), mesh.size(1)
     if isinstance(ranks, tuple):
         shards, replicas = map(get_process_group_ranks, ranks)
-        first, size = shards[0] % len(shards), len(shards)
-        fits = shards == [*range(shards[0], shards[0] + size)] and not first
-        if not fits or size * len(replicas) != get_world_size():
+        first, size = shards[0], len(shards)
+        aligned = shards == [*range(first, first + size)] and first % size == 0
+        if not aligned or size * len(replicas) != get_world_size():
             raise UsageError(
                 f"process_group of shards {shards} and replicas {replicas}; allowed: the first of "
                 f"consecutive ranks, both together all {get_world_size()}"

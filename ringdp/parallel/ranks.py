@@ -33,6 +33,11 @@ class Ranks(NamedTuple):
         """The number of replicas."""
         return self.every.size // self.shards.size
 
+    @property
+    def copy(self) -> int:
+        """Which of them this rank holds a shard of."""
+        return self.every.rank // self.shards.size
+
     def close(self) -> None:
         """Close what `ranks_of` has made."""
         with ExitStack() as made:

@@ -2,7 +2,7 @@
 
     open      a unit's backward starts: it gets a bucket, or its sums in no_sync
     take      a gradient is scaled, cast and moved in
-    close     all have come: the all_reduce or reduce_scatter starts (with replicas, then the
+    close     all have come: the all_reduce or reduce_scatter starts (with replicas, after that an
               all_reduce of the rank's shard over these)
     hand_out  backward and all reductions are over: p.grad is set
 
@@ -11,6 +11,7 @@ If a unit has no bucket of its own, one is allocated, and one such bucket is red
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -39,8 +40,30 @@ class _Turn(NamedTuple):
 class _Reduction(NamedTuple):
     turn: _Turn
     bucket: Tensor
-    work: Work
-    shard: Tensor | None  # what is to be reduced over the replicas after `work`
+    work: Work | _InTwoSteps
+
+
+class _InTwoSteps:
+    """Two collectives, of which whoever waits or asks starts the second once the first is over."""
+
+    def __init__(self, first: Work, second: Callable[[], Work]) -> None:
+        self._work, self._second = first, second
+        self._begun = False
+
+    def begin_second(self) -> None:
+        """Wait for the first. On a GPU the current stream does, not the caller."""
+        if not self._begun:
+            self._work.wait()
+            self._work, self._begun = self._second(), True
+
+    def wait(self) -> None:
+        self.begin_second()
+        self._work.wait()
+
+    def is_completed(self) -> bool:
+        if self._work.is_completed() and not self._begun:
+            self.begin_second()
+        return self._begun and self._work.is_completed()
 
 
 class Reducing:
@@ -53,7 +76,7 @@ class Reducing:
         self._open: dict[int, GradBuffer] = {}  # units that still take gradients
         self._pending: list[_Reduction] = []
         self._copying: set[torch.cuda.Stream] = set()  # that copy results to the host
-        self._waiting: torch.cuda.Stream | None = None  # for reduce_scatters, as backward does not
+        self._between: torch.cuda.Stream | None = None  # waits for reduce_scatters
         self.unreduced = UnreducedGrads(ledger)
         self.handed_out = 0  # increases with every backward
 
@@ -87,7 +110,7 @@ class Reducing:
             gradient, parameter.grad = parameter.grad, None
             self._open[unit.index].take(at, gradient)
         if self.replicas:
-            self.through()
+            self.through()  # their all_reduces begin
 
     def is_open(self, unit: FlatUnit) -> bool:
         return unit.index in self._open
@@ -122,7 +145,6 @@ class Reducing:
         turn, bucket = self._turns[unit.index], self._open[unit.index].whole()
         if bucket is not unit.gradients.bucket:
             self._land()
-        self._follow()
         del self._open[unit.index]
         sums = self.unreduced.pop(unit)
         if sums is not None:
@@ -130,26 +152,25 @@ class Reducing:
             scaled_copy(sums, bucket, 1 / unit.divisor)
             del sums
         if unit.stage.reduction == "all_reduce":
-            work, own = self.comm.all_reduce(bucket, async_op=True, tag=unit.index), None
+            work = self.comm.all_reduce(bucket, async_op=True, tag=unit.index)
         else:
             own = bucket[unit.cut.part]
             work = self.comm.reduce_scatter(own, bucket, async_op=True, tag=unit.index)
-        self._pending.append(_Reduction(turn, bucket, work, own if self.replicas else None))
-        if self.replicas and bucket.is_cuda:
-            self._waiting = self._waiting or torch.cuda.Stream(bucket.device)  # type: ignore[no-untyped-call]
-            with torch.cuda.stream(self._waiting):
-                self._follow()
+        over = self._over_replicas(unit, bucket, work) if self.replicas else work
+        self._pending.append(_Reduction(turn, bucket, over))
         if not self.overlap:
             self.finish()
 
-    def _follow(self) -> None:
-        """Wait for the reduce_scatters, and reduce what they have given over the replicas. Comes
-        before the next unit's on all ranks, so that they issue all_reduces in one order."""
-        for at, (turn, bucket, work, shard) in enumerate(self._pending):
-            if shard is not None and self.replicas:
-                work.wait()
-                work = self.replicas.all_reduce(shard, async_op=True, tag=turn.unit.index)
-                self._pending[at] = _Reduction(turn, bucket, work, None)
+    def _over_replicas(self, unit: FlatUnit, bucket: Tensor, work: Work) -> _InTwoSteps:
+        assert self.replicas is not None
+        own, over = bucket[unit.cut.part], self.replicas
+        steps = _InTwoSteps(work, lambda: over.all_reduce(own, async_op=True, tag=unit.index))
+        if bucket.is_cuda:
+            if self._between is None:
+                self._between = torch.cuda.Stream(bucket.device)  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(self._between):
+                steps.begin_second()
+        return steps
 
     @property
     def ended(self) -> bool:
@@ -165,9 +186,8 @@ class Reducing:
         return sum(reduction.bucket.nbytes for reduction in self._pending)
 
     def through(self) -> bool:
-        """Whether `finish` would not have to wait."""
-        if all(reduction.work.is_completed() for reduction in self._pending):
-            self._follow()
+        """Whether `finish` would not have to wait. Asks in order, so that all ranks begin the
+        replicas' all_reduces in one."""
         return all(reduction.work.is_completed() for reduction in self._pending)
 
     def finish(self) -> None:
@@ -197,9 +217,8 @@ class Reducing:
     def _land(self) -> None:
         """Wait for the reductions, so that the next bucket can take their memory, but not for
         copies to the host."""
-        self._follow()
         while self._pending:
-            (unit, _, accumulate, _), bucket, work, _ = self._pending[0]
+            (unit, _, accumulate, _), bucket, work = self._pending[0]
             work.wait()  # which KeyboardInterrupt may end: then the next call waits again
             self._pending.pop(0)
             if bucket is unit.gradients.bucket and unit.widths.own:

@@ -78,7 +78,7 @@ def pieces(engine: Engine) -> list[Piece]:
     engine.stepping.undo()
     engine.gathering.reshard(engine.units)
     engine.gathering.let_write()
-    found = []
+    found, ranks = [], engine.ledger.ranks
     for unit in engine.units:
         unit.settle()
         cut = unit.cut
@@ -86,11 +86,15 @@ def pieces(engine: Engine) -> list[Piece]:
             unit.plan.entries, unit.parameters, cut.shapes, unit.rest, cut.parts, strict=True
         ):
             kept = part if unit.slices else (0, entry.elements)
-            (begin, end), replicas = part, engine.ledger.ranks.replicas
-            at, copies = (replicas.rank, replicas.size) if replicas else (0, 1)
-            spread = [begin + (end - begin) * k // copies for k in (at, at + 1)]
-            found.append(Piece(entry.name, p, list(shape), rest, kept, (spread[0], spread[1])))
+            writes = _split(part, ranks.copy, ranks.copies)
+            found.append(Piece(entry.name, p, list(shape), rest, kept, writes))
     return found
+
+
+def _split(span: tuple[int, int], at: int, parts: int) -> tuple[int, int]:
+    begin, end = span
+    size = end - begin
+    return begin + size * at // parts, begin + size * (at + 1) // parts
 
 
 def groups_of(
