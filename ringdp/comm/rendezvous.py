@@ -62,7 +62,8 @@ def init(
     torchrun's variables are set only partly, or to values that torchrun does not set.
 
         transport  shm        shared memory, for the ranks of one host
-                   c10d       gloo, for ranks on any hosts
+                   c10d       gloo, for ranks on any hosts. What is split off on one of several
+                              hosts uses shared memory
                    nccl       NCCL, for tensors on each rank's current CUDA device. All ranks must
                               call the collectives of all communicators in the same order
                    peer       kernels that write to the memory of peer GPUs of one host; otherwise
@@ -236,7 +237,7 @@ def _create(
     timeout: float = TIMEOUT,
     warn_after: float = WARN_AFTER,
 ) -> Communicator:
-    connect = _Connector(store, rank, name, transport, link)
+    connect = _Connector(store, rank, ranks, name, transport, link)
     return Communicator(connect, range(ranks), name=name, timeout=timeout, warn_after=warn_after)
 
 
@@ -246,6 +247,7 @@ class _Connector:
 
     store: Store
     rank: int  # of the job
+    ranks: int
     whole: str  # the name of the first communicator, which has all ranks of the job
     transport: TransportName
     link: Link | None
@@ -261,7 +263,7 @@ class _Connector:
             _one_host(Handshake(PrefixStore("host", store), here, size, timeout), between)
         handshake = Handshake(store, here, size, timeout, places)
         with handshake.session():
-            if self.transport == "shm":
+            if self.transport == "shm" or (places and self._share_a_host(handshake, places)):
                 shared = parent.arena if parent and parent.ranks == size else None
                 return ShmTransport(handshake, arena=shared, link=self.link)
             if here == 0:
@@ -274,6 +276,14 @@ class _Connector:
             kind = PeerTransport if "peer" in self.transport else NcclTransport
             given = Given(own, group, handshake, log_unraised)
             return kind(given, host="host" in self.transport)
+
+    def _share_a_host(self, handshake: Handshake, places: Places) -> bool:
+        """Whether gloo is to connect these ranks, which are on one host of several: shared memory
+        is faster."""
+        if self.transport != "c10d" or len(places.ranks) == self.ranks:
+            return False
+        seen = handshake.sees(places.store, range(self.ranks))
+        return seen.issuperset(places.ranks) and len(seen) < self.ranks
 
     def _list(self, text: str) -> None:
         """List a communicator in the store, for `inspection`."""

@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import Store
 from ringdp.errors import CollectiveTimeout, CommunicationError, UsageError
 from ringdp.transport import threads
 from ringdp.transport.base import ERRORS, Failure, FailureKind
+from ringdp.transport.records import ELSEWHERE
 from ringdp.transport.store.client import PATIENCE, StoreClient, StoreSilent
 from ringdp.transport.store.failures import LAST_LOOKS, LOOK, Failures
 from ringdp.transport.store.processes import has_ended, introduce, pid_of
@@ -90,6 +91,11 @@ class Handshake:
         """Wait until all ranks have reached the point named `what`."""
         self.publish(f"{what}/{self.rank}", "")
         self._await({rank: f"{what}/{rank}" for rank in range(self.ranks)})
+
+    def sees(self, store: Store, ranks: Iterable[int]) -> set[int]:
+        """Return those whose processes, recorded in this store, are visible from this one."""
+        pids = self._ask(lambda _: {rank: pid_of(store, rank) for rank in ranks})
+        return {rank for rank, pid in pids.items() if pid != ELSEWHERE}
 
     def run(self, act: Callable[[], T]) -> T:
         """Return `act()`, which waits for the other ranks and cannot be cancelled.
