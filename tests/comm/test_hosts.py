@@ -1,4 +1,4 @@
-"""torchrun on two hosts, which are namespaces of this machine. Skipped where they cannot be made."""
+"""torchrun on two hosts: namespaces of this machine. Skipped where they cannot be made."""
 
 from __future__ import annotations
 
