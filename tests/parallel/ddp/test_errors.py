@@ -161,9 +161,11 @@ def test_a_backward_per_loss_with_find_unused_parameters_is_an_error(
     """The parameters of the second loss are unused in the first backward, which is reduced."""
     net = DistributedDataParallel(Outputs(), process_group=comm, find_unused_parameters=True)
     for step in range(2):
-        net(rows(step, comm.rank))["predictions"][0].sum().backward()
-        with net.no_sync():
-            net(rows(step, comm.rank))["predictions"][1].sum().backward()
+        first = net(rows(step, comm.rank))["predictions"][0]
+        loss(first).backward(retain_graph=True)
+        loss(first).backward()
+        with net.no_sync():  # another forward, so this is no backward of the one before
+            loss(net(rows(step, comm.rank))["predictions"][1]).backward()
     first, second = net(rows(2, comm.rank))["predictions"]
     loss(first).backward(retain_graph=True)
     net.module.b.weight.square().sum().backward()  # the same on all ranks
@@ -171,6 +173,20 @@ def test_a_backward_per_loss_with_find_unused_parameters_is_an_error(
     text = error_text(loss(second).backward)
     assert "Expected one backward after a forward" in text, text
     assert "b.bias" in text or "b.weight" in text, text
+
+
+@on_ranks(2)
+def test_a_backward_of_a_forward_in_no_sync_must_be_complete_where_it_reduces(
+    comm: Communicator,
+) -> None:
+    """It does, as a forward before was to be reduced."""
+    net = DistributedDataParallel(Outputs(), process_group=comm)
+    net(rows(0, comm.rank))
+    with net.no_sync():
+        first, _ = net(rows(0, comm.rank))["predictions"]
+    loss(first).backward()
+    text = error_text(lambda: net(rows(1, comm.rank)))
+    assert "Expected to have finished reduction" in text, text
 
 
 @on_ranks(2)
