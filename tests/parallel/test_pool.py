@@ -87,6 +87,17 @@ def test_storages_that_swap_no_memory_are_filled_in_place(
     assert tensor.untyped_storage().nbytes() == BYTES
 
 
+@needs_swap
+@pytest.mark.process
+@on_ranks(2)
+def test_what_is_left_of_making_the_units_is_the_memory_of_the_last(comm: Communicator) -> None:
+    """Which is the root. Otherwise a sharded model would keep a whole one."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    engine = ringdp.shard(model, stage=3, unit=lambda m: m in model[1:], comm=comm)
+    assert [s.nbytes() for s in engine.ledger.pool._kept] == [engine.units[0].bytes]
+    engine.close()
+
+
 class HidesLoss(nn.Module):
     """Puts a loss, which it computes after its output, where the engine does not look."""
 
