@@ -222,6 +222,31 @@ def test_stage_3_frees_what_it_gathered(comm: Communicator) -> None:
         engine.close()
 
 
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_full_parameters_are_freed(comm: Communicator, stage: int) -> None:
+    engine = ringdp.shard(model(), stage=stage, comm=comm)
+    with engine.full_parameters():
+        whole = [weakref.ref(unit.summoned) for unit in engine.units]
+    assert [reference() for reference in whole] == [None] * len(engine.units)
+    engine.close()
+
+
+@pytest.mark.parametrize(("stage", "buckets"), [(0, 3), (1, 3), (2, 1)])
+@on_ranks(2)
+def test_units_with_a_bucket_of_their_own_are_reduced_side_by_side(
+    comm: Communicator, stage: int, buckets: int
+) -> None:
+    """And of other buckets there is never more than one."""
+    net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    engine = ringdp.shard(net, stage=stage, unit=nn.Linear, comm=comm)
+    found: list[int] = []
+    net[0].weight.register_hook(lambda _: found.append(engine.reducing.under_way()))
+    net(batch(0)).square().mean().backward()
+    assert found == [buckets * engine.units[1].bytes]
+    engine.close()
+
+
 @on_ranks(2)
 def test_an_engine_is_freed_with_its_model(comm: Communicator) -> None:
     """The engine is not closed; torch's global optimizer hooks must not keep it alive."""
