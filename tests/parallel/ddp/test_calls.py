@@ -61,6 +61,26 @@ def test_buckets_unused_on_all_ranks_can_be_skipped(comm: Communicator) -> None:
     assert (some, every) == (6, 12)  # of 12 weights and biases
 
 
+@on_ranks(2)
+def test_buckets_are_not_skipped_that_were_used_in_no_sync(comm: Communicator) -> None:
+    net = DistributedDataParallel(
+        Outputs(),
+        process_group=comm,
+        bucket_cap_mb=0,
+        find_unused_parameters=True,
+        skip_all_reduce_unused_params=True,
+    )
+    with net.no_sync():
+        loss(net(rows(0, comm.rank))["predictions"][1]).backward()
+    own = net.module.b.weight.grad.clone()
+    loss(net(rows(0, comm.rank))["predictions"][0]).backward()
+    comm.all_reduce(own.div_(2))
+    assert torch.equal(net.module.b.weight.grad, own)
+    net.zero_grad()
+    loss(net(rows(1, comm.rank))["predictions"][0]).backward()
+    assert net.module.b.weight.grad is None
+
+
 @pytest.mark.parametrize("unused", [False, True])
 @on_ranks(2)
 def test_reduction_can_be_requested_between_forward_and_backward(
@@ -241,6 +261,7 @@ def test_a_backward_to_the_inputs_only_does_not_reduce(
             x = rows(0, comm.rank).requires_grad_()
             out = net(x)
             (g,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+            assert not getattr(net.reducer, "flights", ())  # buckets are free for the next
             penalty = g.square().sum()
             (loss(out) + penalty if both else penalty).backward()
             reduced += gradients(net)
