@@ -105,15 +105,11 @@ class UnreducedGrads:
     def _keep_zeros(self, unit: FlatUnit) -> None:
         """Move the zeros that the user has written over shown sums to the unit's gradient memory:
         an optimizer steps with them, and not without a gradient."""
-        zeroed = [
-            at
-            for at, was in enumerate(self._shown.pop(unit.index, ()))
-            if not was.reduced and unit.parameters[at].grad is not None
-        ]
-        views = unit.gradients.views() if zeroed else []
-        for at in zeroed:
-            unit.parameters[at].grad = views[at].zero_()
-            sliced.mark_grad(views[at], unit.parameters[at])
+        if self._shown.pop(unit.index, None) is None:
+            return
+        for p, view in zip(unit.parameters, unit.gradients.views(), strict=True):
+            if p.grad is not None:
+                p.grad = view.zero_()
 
     def pop(self, unit: FlatUnit) -> Tensor | None:
         """Remove and return the unit's sums, [padded]."""

@@ -40,6 +40,7 @@ LOOPS: dict[str, list[Step]] = {
     "reduced before, cleared": [("reduced", 0), ("kept", 1), ("none", None), ("reduced", 2)],
     "reduced before, in place": [("reduced", 0), ("kept", 1), ("zero", None), ("reduced", 2)],
     "one parameter cleared": [("kept", 0), ("one", "2.weight"), ("kept", 1), ("reduced", 2)],
+    "one cleared in place": [("kept", 0), ("zero one", "2.weight"), ("kept", 1), ("reduced", 2)],
     "the last of a unit": [("kept", 0), ("one", "0.weight"), ("one", "0.bias"), ("reduced", 1)],
 }
 
@@ -53,6 +54,8 @@ def run(model: nn.Module, engine: ringdp.Engine | None, loop: list[Step]) -> Non
             backward(model, value)
         elif what == "one":
             model.get_parameter(value).grad = None
+        elif what == "zero one":
+            model.get_parameter(value).grad.zero_()  # type: ignore[union-attr]
         else:
             model.zero_grad(set_to_none=what == "none")
 
@@ -94,6 +97,7 @@ def test_a_step_after_zeros_decays_weights_as_torch_does(
     for loop in (
         [("kept", 0), ("zero", None)],
         [("kept", 1), ("zero", None), ("one", "2.weight")],
+        [("none", None), ("kept", 1), ("zero", None), ("one", "2.weight")],
         [("reduced", 2)],
         [("none", None), ("kept", 3), ("zero", None), ("kept", 4), ("zero", None)],
     ):
