@@ -293,7 +293,7 @@ class Replica(nn.Module, JoinableOverGroup):
         uneven = self._uneven if self._join_config.enable else None
         self._notify()
         if uneven is not None:
-            waits = reduces and self.reducer.state is not RESTING
+            waits = self.reducer.state is not RESTING
             uneven.exchange(Status(1, int(reduces), int(broadcasts), int(waits)))
         self.reducer.uneven = uneven
         return uneven.root if uneven else 0
