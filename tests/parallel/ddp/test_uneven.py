@@ -138,7 +138,7 @@ class Tables(nn.Module):
 @pytest.mark.parametrize("joined", [False, True])
 @on_ranks(2)
 def test_sparse_gradients_missing_on_a_rank_count_as_zero(comm: Communicator, joined: bool) -> None:
-    """Each rank has its own rows and number of tables used; with `join`, ranks have 1 and 2
+    """Each rank has its own rows and number of tables used; with `join`, ranks have 2 and 3
     steps."""
     net = DistributedDataParallel(Tables(), process_group=comm, find_unused_parameters=not joined)
     twin = copy.deepcopy(net.module)
@@ -147,15 +147,19 @@ def test_sparse_gradients_missing_on_a_rank_count_as_zero(comm: Communicator, jo
         value: Tensor = model(torch.tensor([step, 1 + rank]), 2 if joined else 1 + rank)
         return value
 
+    def check() -> None:
+        for p, exact in zip(net.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.to_dense(), exact.grad.to_dense())
+
     with net.join(enable=joined):
-        for step in range(1 + comm.rank if joined else 2):
+        for step in range(2 + comm.rank if joined else 2):
             net.zero_grad()
             loss(net, step, comm.rank).backward()
             twin.zero_grad()
-            ranks = [r for r in range(comm.size) if not joined or step <= r]
+            ranks = [r for r in range(comm.size) if not joined or step < 2 + r]
             sum((loss(twin, step, r) for r in ranks), torch.zeros(())).div(comm.size).backward()
-            for p, exact in zip(net.parameters(), twin.parameters(), strict=True):
-                torch.testing.assert_close(p.grad.to_dense(), exact.grad.to_dense())
+            check()
+    check()  # what rank 0 has shadowed is not its own
 
 
 # ---- beyond one forward and one backward in turn
@@ -236,10 +240,38 @@ def test_unused_buckets_are_reduced_while_ranks_may_have_ended(
 
 
 @on_ranks(2)
-def test_a_copy_can_join(comm: Communicator) -> list[float]:
-    """Rank 0 has no inputs at all, but the copy must still make its reducer."""
-    net = copy.deepcopy(DistributedDataParallel(nn.Linear(WIDTH, 3)))
+def test_ranks_that_have_ended_shadow_a_backward_to_the_inputs_only(comm: Communicator) -> None:
+    """One for each forward: the next backward must find them, too."""
+    net = DistributedDataParallel(mlp(), process_group=comm, find_unused_parameters=True)
+    alone = copy.deepcopy(net.module)
     with net.join():
+        for step in range(2 * comm.rank):
+            x = rows(step, comm.rank).requires_grad_()
+            torch.autograd.grad(net(x).sum(), x)
+            averages, own = backward(net, step, comm.rank), backward(alone, step, comm.rank)
+            assert equal(averages, [g / 2 for g in own])
+
+
+@on_ranks(2)
+def test_a_rank_that_only_shadowed_a_static_graph_trains_with_the_others(
+    comm: Communicator,
+) -> list[list[float]]:
+    """They know the graph by then, from a first backward that rank 0 did not run."""
+    net = DistributedDataParallel(mlp(), process_group=comm, static_graph=True)
+    with net.join():
+        for step in range(2 * comm.rank):
+            backward(net, step, comm.rank)
+    assert not net.reducer.flights  # buckets are free for the next
+    return [g.flatten().tolist() for g in backward(net, 9, comm.rank)]
+
+
+@pytest.mark.parametrize("torchs", [False, True])
+@on_ranks(2)
+def test_a_copy_can_join(comm: Communicator, torchs: bool) -> list[float]:
+    """Rank 0 has no inputs at all, but the copy must still make its reducer."""
+    gloo()
+    net = copy.deepcopy(DistributedDataParallel(nn.Linear(WIDTH, 3)))
+    with Join([net]) if torchs else net.join():
         for step in range(2 * comm.rank):
             backward(net, step, comm.rank)
     return [v for p in net.parameters() for v in p.flatten().tolist()]
