@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import forkserver, get_context, parent_process, resource_tracker
+from multiprocessing import Pipe, forkserver, get_context, parent_process, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from multiprocessing.util import get_temp_dir
@@ -68,12 +68,30 @@ class _Failure:
 def warm_up(entry: Entry[Any, Any]) -> None:
     """Start importing what ranks need in the process that they are forked from.
 
-    Called while other work is under way, it lets `launch` start at once. The process lives as long
-    as this one.
+    Called while other work is under way, it lets `launch` start at once.
     """
+    serve_forks([*_MODULES, entry.__module__])
+
+
+def serve_forks(modules: Sequence[str]) -> None:
+    """Start the process that ranks are forked from, which first imports these modules. It lives as
+    long as this one."""
     with _interrupts_blocked(), room_for_sockets():
-        forkserver.set_forkserver_preload([*_MODULES, entry.__module__])
+        forkserver.set_forkserver_preload([*modules])
         forkserver.ensure_running()
+
+
+def fork(function: Callable[..., object], *arguments: Any) -> ForkServerProcess:
+    """Call `function(*arguments)`, importable and picklable, in a process forked from there, once
+    that has imported everything. Raises RankError if it has ended."""
+    process = get_context("forkserver").Process(target=function, args=arguments)
+    try:
+        process.start()
+    except (EOFError, ConnectionError):  # killed, or not allowed to fork
+        raise RankError(
+            "ringdp: the process that forks the ranks has ended; every rank has ended"
+        ) from None
+    return process
 
 
 def cool_down() -> None:
@@ -98,21 +116,14 @@ def launch(
     raises only within `signals_raised`.
     """
     warm_up(entry)
-    store, context = loopback_store(), get_context("forkserver")
+    store = loopback_store()
     pipes: dict[Connection, int] = {}
     processes: list[ForkServerProcess] = []
     try:
         for rank in range(ranks):
-            reader, writer = context.Pipe(duplex=False)
+            reader, writer = Pipe(duplex=False)
             environ = environment(store.port, ranks, rank)
-            process = context.Process(target=_rank_main, args=(entry, job, writer, environ))
-            try:
-                process.start()
-            except (EOFError, ConnectionError):  # killed, or not allowed to fork
-                raise RankError(
-                    "ringdp: the process that forks the ranks has ended; every rank has ended"
-                ) from None
-            processes.append(process)
+            processes.append(fork(_rank_main, entry, job, writer, environ))
             pipes[reader] = rank
             writer.close()
         return _results(pipes, processes, on_event)

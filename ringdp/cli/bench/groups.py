@@ -2,9 +2,11 @@
 
     start ──► saying hello ──► sleeping ◄──► in a round ──► ended
 
-Each rank connects to its group's socket and says who it is; pipes would not do, because MPI
-launchers give only rank 0 a standard input. A rank that fails or dies ends the run with a
-RankError. However the run ends, every process is gone when the context of `groups` is left.
+One process imports torch once, and forks a process per group, which forks the group's ranks; MPI
+libraries launch theirs. Each rank connects to its group's socket and says who it is; pipes would
+not do, because MPI launchers give only rank 0 a standard input. A rank that fails or dies ends the
+run with a RankError. However the run ends, every process is gone when the context of `groups` is
+left.
 """
 
 from __future__ import annotations
@@ -19,12 +21,13 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from ringdp.cli.bench import peers
+from ringdp.cli.bench import peers, worker
 from ringdp.cli.bench.contenders import FOLDER, Failure, Hello, Round, Times
-from ringdp.cli.launch import RankError, room_for_sockets, signals_held
+from ringdp.cli.launch import RankError, fork, room_for_sockets, serve_forks, signals_held
 from ringdp.cli.loopback import environment, loopback_store
 
 START_TIMEOUT = 180.0  # s: many ranks import on few cores
@@ -40,6 +43,8 @@ def groups(
 ) -> Iterator[dict[str, Group]]:
     """Start all groups, and yield them by name. `largest` is that of the buffers, in bytes. `pin`:
     each rank to one of the cores."""
+    serve_forks(["__main__", worker.__name__])
+    fork(bool).join()  # waits for its imports, while signals are raised; from now on forks are fast
     with room_for_sockets():
         directory = tempfile.TemporaryDirectory(prefix=FOLDER)
     started: dict[str, Group] = {}
@@ -88,24 +93,25 @@ class Group:
         self._socket.bind(address)
         self._socket.listen(ranks)
         places = ",".join(map(str, cores)) if pin else ""
-        command = [sys.executable, "-m", "ringdp.cli.bench.worker", name, address, places]
-        shared = {"OMP_NUM_THREADS": "1", "TMPDIR": str(directory)}
+        given = name, address, places
+        # Each is in a new session: Ctrl-C reaches the controller alone, which ends the ranks.
+        self._launcher: subprocess.Popen[bytes] | ForkServerProcess
         if name in peers.MPIS:
             launch = peers.launch(name, ranks, len(cores))
-            command, shared = [*launch.command, *command], shared | launch.environment
             self._settings = f"; {launch.settings}"
+            shared = {"OMP_NUM_THREADS": "1", "TMPDIR": str(directory)} | launch.environment
+            self._launcher = subprocess.Popen(
+                [*launch.command, sys.executable, "-m", worker.__name__, *given],
+                env=os.environ | shared,
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
         else:
             self._store = loopback_store()
-            command += [str(ranks), str(largest)]
-            shared |= environment(self._store.port, ranks)
-        self._launcher = subprocess.Popen(
-            command,
-            env=os.environ | shared,
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C reaches the controller alone, which ends the ranks
-        )
+            shared = {"TMPDIR": str(directory)} | environment(self._store.port, ranks)
+            self._launcher = fork(worker.fork_ranks, *given, ranks, largest, shared, self._log.name)
 
     def await_hello(self) -> None:
         deadline = time.monotonic() + START_TIMEOUT
@@ -151,11 +157,10 @@ class Group:
 
     def end(self, deadline: float) -> None:
         for signum in (signal.SIGTERM, signal.SIGKILL):
-            with suppress(subprocess.TimeoutExpired):
-                self._launcher.wait(max(0.0, deadline - time.monotonic()))
+            self._join(max(0.0, deadline - time.monotonic()))
             self._signal(signum)
             deadline = time.monotonic() + LAST_WORDS
-        self._launcher.wait()
+        self._join()
         for pipe in self._pipes.values():
             pipe.close()
         self._log.close()
@@ -167,13 +172,25 @@ class Group:
 
     def _signal(self, signum: int) -> None:
         """Signal a launcher that still runs, its process group, and ranks in other sessions."""
-        if self._launcher.poll() is not None:
+        launcher = self._launcher.pid
+        if self._code() is not None or launcher is None:
             return
         with suppress(ProcessLookupError):
-            os.killpg(self._launcher.pid, signum)
+            os.kill(launcher, signum)  # first: it may not lead its group yet, and then has no ranks
+            os.killpg(launcher, signum)
         for pid in self._pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signum)
+
+    def _code(self) -> int | None:
+        """The launcher's exit code, or None while it runs."""
+        it = self._launcher
+        return it.poll() if isinstance(it, subprocess.Popen) else it.exitcode
+
+    def _join(self, seconds: float | None = None) -> None:
+        it = self._launcher
+        with suppress(subprocess.TimeoutExpired):
+            it.wait(seconds) if isinstance(it, subprocess.Popen) else it.join(seconds)
 
     def _receive(self, pipe: Connection, what: str) -> Any:
         try:
@@ -185,7 +202,7 @@ class Group:
         return found
 
     def _check_started(self, deadline: float) -> None:
-        code = self._launcher.poll()
+        code = self._code()
         if code is not None or time.monotonic() > deadline:
             how = f"said nothing for {START_TIMEOUT} s" if code is None else f"exited with {code}"
             raise self._error(f"{self.name} did not start: it {how}")

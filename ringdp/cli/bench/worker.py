@@ -1,13 +1,12 @@
 """One rank of a contender: waits for rounds, rewrites inputs, times calls and checks results.
 
-    python -m ringdp.cli.bench.worker CONTENDER SOCKET CORES [RANKS BYTES]
+    python -m ringdp.cli.bench.worker CONTENDER SOCKET CORES
 
-With RANKS it imports torch once and forks that many ranks, whose buffers have at most BYTES each;
-without, a launcher starts each rank. CORES are core numbers separated by commas. Before any thread
-starts, rank r pins itself to one of them, r modulo their count; ranks on GPUs use all, and so do
-others if CORES is empty. Between rounds a rank sleeps in a read, so that other contenders have the
-cores. If the controller dies, the read ends, and so does the rank, which then removes the
-controller's directory.
+is a rank that an MPI library has launched; `fork_ranks` forks those of any other contender. CORES
+are core numbers separated by commas. Before any thread starts, rank r pins itself to one of them, r
+modulo their count; ranks on GPUs use all, and so do others if CORES is empty. Between rounds a rank
+sleeps in a read, so that other contenders have the cores. If the controller dies, the read ends,
+and so does the rank, which then removes the controller's directory.
 """
 
 from __future__ import annotations
@@ -17,11 +16,14 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from dataclasses import replace
 from functools import partial
+from multiprocessing import parent_process
 from multiprocessing.connection import Client, Connection
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 
 import torch
@@ -46,19 +48,29 @@ from ringdp.comm.rendezvous import TRANSPORTS
 LAST_WORDS = 1.0  # s for the others to end, after a rank has ended with an error
 
 
-def main() -> None:
-    name, address, cores, *forked = sys.argv[1:]
-    if forked:
-        ranks, largest = map(int, forked)
-        if name == "probe":
-            Probe.share(ranks, largest)
-        if _parent_of(ranks):
-            return
-    try:
+def fork_ranks(
+    name: str,
+    address: str,
+    cores: str,
+    ranks: int,
+    largest: int,
+    environ: dict[str, str],
+    log: str,
+) -> None:
+    """Fork that many ranks, whose buffers have at most `largest` bytes each. Returns in each rank,
+    and in this process once all have ended. `environ`: more variables; `log`: a file for output."""
+    os.setsid()
+    with open(log, "ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ |= environ
+    tempfile.tempdir = None  # as TMPDIR says
+    if name == "probe":
+        Probe.share(ranks, largest)
+    if not _parent_of(ranks):
         be_rank(name, address, cores)
-    except ConnectionError:  # the controller was killed, and cannot remove its directory
-        if (place := Path(address).parent).name.startswith(FOLDER):
-            shutil.rmtree(place, ignore_errors=True)
+    elif (controller := parent_process()) is not None and not controller.is_alive():
+        shutil.rmtree(get_temp_dir(), ignore_errors=True)  # multiprocessing's, of the controller
 
 
 def _parent_of(ranks: int) -> bool:
@@ -81,6 +93,14 @@ def _parent_of(ranks: int) -> bool:
 
 
 def be_rank(name: str, address: str, cores: str) -> None:
+    try:
+        _be_rank(name, address, cores)
+    except ConnectionError:  # the controller was killed, and cannot remove its directory
+        if (place := Path(address).parent).name.startswith(FOLDER):
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def _be_rank(name: str, address: str, cores: str) -> None:
     rank = rank_of(name)
     choice = [int(core) for core in cores.split(",") if core]
     if choice and name not in gpus.CONTENDERS:  # NCCL's threads need further cores with sockets
@@ -169,4 +189,4 @@ def run(contender: Contender, command: Round, buffers: Buffers) -> Times:
 
 
 if __name__ == "__main__":
-    main()
+    be_rank(*sys.argv[1:])
