@@ -7,6 +7,8 @@ import faulthandler
 import os
 import runpy
 import sys
+import time
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import torch
@@ -18,7 +20,7 @@ TIMEOUT = 600.0  # seconds; only a hang takes as long
 
 
 def run(script: Path, ranks: int = 2) -> list[str]:
-    """Returns what each rank printed; raises AssertionError with all output if one fails.
+    """Returns what each rank printed; raises AssertionError with all output as soon as one fails.
 
     The script runs in its own directory. `ranks=0` runs one process without a launcher's
     environment variables.
@@ -36,8 +38,12 @@ def run(script: Path, ranks: int = 2) -> list[str]:
     ]
     for process in processes:
         process.start()
-    for process in processes:
-        process.join(TIMEOUT)
+    until, waiting = time.monotonic() + TIMEOUT, processes
+    while waiting and time.monotonic() < until:
+        wait([process.sentinel for process in waiting], until - time.monotonic())
+        if any(process.exitcode for process in waiting):
+            break  # as torchrun ends the others, which may wait for this one
+        waiting = [process for process in waiting if process.exitcode is None]
     codes = [process.exitcode for process in processes]
     for process in processes:
         process.kill()

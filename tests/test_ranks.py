@@ -1,10 +1,12 @@
 """A test on ranks fails when one of them does, and shows that rank's error first."""
 
 import time
+from pathlib import Path
 
 import pytest
 
 from ringdp import Communicator
+from tests import scripts
 from tests.forks import CALL_TIMEOUT
 from tests.transport.over import over
 
@@ -31,3 +33,14 @@ def test_others_do_not_wait_for_a_rank_that_has_failed_over_another_transport(fr
     with pytest.raises(AssertionError, match=r"^rank 1 raised"):
         fresh_ranks(2)(over, "peer-host", wait_for_a_rank_that_fails)
     assert time.monotonic() - start < CALL_TIMEOUT
+
+
+@pytest.mark.process
+def test_a_script_that_fails_on_one_rank_does_not_wait_for_the_other(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, time\nassert os.environ['RANK'] == '0', 'the cause'\ntime.sleep(3600)\n",
+        encoding="utf-8",
+    )
+    with pytest.raises(AssertionError, match=r"exit codes \[None, 1\](.|\n)*: the cause"):
+        scripts.run(script)
