@@ -11,6 +11,7 @@ import fcntl
 import os
 import re
 import shutil
+import signal
 import subprocess
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -64,7 +65,10 @@ class Builds:
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
         for compiler in self._compilers:
-            compiler.kill()
+            if compiler.poll() is None:
+                os.killpg(
+                    compiler.pid, signal.SIGTERM
+                )  # a driver, and the compiler that it started
         self._pool.shutdown()
 
     def _make(self, build: Build, out: Path) -> Path:
@@ -84,7 +88,9 @@ class Builds:
                 header.write_text(RELEASE.sub(_release_or_relaxed, text), encoding="utf-8")
         command = ["nice", "-n", "5", CXX, "-std=c++17", "-pthread", "-Wno-psabi", *options]
         command += ["-I", str(csrc), str(ROOT / "tests" / build.source), "-o", str(out)]
-        compiler = subprocess.Popen(command, stderr=subprocess.PIPE, encoding="utf-8")
+        compiler = subprocess.Popen(
+            command, stderr=subprocess.PIPE, encoding="utf-8", start_new_session=True
+        )
         self._compilers.append(compiler)
         _, errors = compiler.communicate(timeout=SECONDS)
         if "cannot find" in errors and "san" in errors:
