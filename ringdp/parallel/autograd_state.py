@@ -1,10 +1,12 @@
-"""Whether torch is running a backward, a partial backward, or a transform of torch.func."""
+"""Whether torch is running a backward, a partial backward, a transform of torch.func, or a call."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FrameType
 
 import torch
+from torch import nn
 
 from ringdp.errors import UsageError
 
@@ -41,3 +43,12 @@ def transformed(are_whole: Callable[[], bool]) -> bool:
             "cannot be gathered there. Call it within full_parameters(), or use torch.autograd"
         )
     return active
+
+
+def calls_of(module: nn.Module, frame: FrameType | None) -> int:
+    """How many calls of the module are on the stack that ends in `frame`."""
+    calls = 0
+    while frame is not None:
+        calls += frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return calls

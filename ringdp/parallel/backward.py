@@ -76,11 +76,13 @@ class Backwards:
             self._prepare(index)
 
     def recompute(self, index: int) -> None:
-        """The unit's forward runs again during backward (activation checkpointing)."""
-        self.settle()
-        self._reduce_through(index)
+        """The unit's forward runs during backward: again (activation checkpointing), or without
+        gradients, as where a hook of the user's evaluates the model, and no other backward ends."""
+        again = torch.is_grad_enabled()
+        if again:
+            self._reduce_through(index)
         self._now = self._now or self._begin()
-        self.use(index)
+        self.use(index, frees=again)
 
     @unguarded
     def _prepare(self, index: int) -> None:
@@ -140,10 +142,10 @@ class Backwards:
     def _has_reached(self, index: int) -> bool:
         return self._now is not None and index in self._now.reached
 
-    def use(self, index: int) -> None:
-        """Gather the unit, for its forward, backward or recomputation."""
+    def use(self, index: int, *, frees: bool = True) -> None:
+        """Gather the unit, for its forward, backward or recomputation. `frees` those before it."""
         self.gathering.prefetch_deferred(wait=True)
-        if self._now:
+        if self._now and frees:
             self.gathering.free_before(index)
         self.gathering.use(index)
         self._grad_hooks[index].register()  # of what trains by now, and did not before

@@ -14,7 +14,7 @@ Hooks on the model drive it:
 The reduction of one unit overlaps with the backward of the next. Gathers have a communicator of
 their own, so that neither queues behind the other (but see Note [gathers yield to reductions] in
 `prefetch`). Nothing here looks at the stage's number: stages differ in data (`stages.STAGES`). See
-`backward` for backward.
+`forward` and `backward` for the hooks.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from contextlib import closing, contextmanager
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ringdp.errors import UsageError
 from ringdp.parallel.accounting.formula import Sharding, formula, traffic
 from ringdp.parallel.accounting.memory import Ledger, Memory, state_bytes
-from ringdp.parallel.autograd_state import in_backward, transformed
 from ringdp.parallel.backward import Backwards
+from ringdp.parallel.forward import Forwards
 from ringdp.parallel.gathering import Gathering
 from ringdp.parallel.guards import copies, sliced, state_dict, steps, wrapped
 from ringdp.parallel.guards.unmanaged import Unmanaged
@@ -70,7 +70,6 @@ class Engine:
         for unit in units:
             of.setdefault(unit.module, []).append(unit.index)
         self.groups = list(of.values())
-        self.roots = self.groups[0]
         self.reducing = Reducing(ledger, overlap=overlap)
         beside = ranks.every.wired or any(u.full.is_cuda for u in units)
         turns = None if beside else self.reducing
@@ -90,10 +89,12 @@ class Engine:
         self._handles.append(wrapped.Refusal(model))
         weakref.finalize(self, _remove, self._handles)
         self.backwards = Backwards(self.gathering, self.reducing, self._handles)
+        self.forwards = Forwards(model, self.gathering, self.backwards, self._begin)
 
         whole, add_hook = self._rests_whole, self.add_hook
         for module, indices in of.items():
-            self._follow(module, indices, UnitOutputs(module, [units[i] for i in indices], of))
+            outputs = UnitOutputs(module, [units[i] for i in indices], of)
+            self.forwards.follow(module, indices, outputs, add_hook)
         move_inputs(model, self.device, add_hook)
         cast_at(model, chosen, precision, self.computes, add_hook)
         state_dict.guard(model, whole, lambda: whole() and self._writes, add_hook)
@@ -118,63 +119,11 @@ class Engine:
     def __reduce__(self) -> NoReturn:
         copies.refuse_pickle()
 
-    # ---- forward
-
-    def _follow(self, module: nn.Module, indices: list[int], outputs: UnitOutputs) -> None:
-        """Add the hooks of a module with these units."""
-
-        def before(*_: object) -> None:
-            if not transformed(self._is_whole):
-                self._before_forward(indices)
-                outputs.begin()
-
-        def after(_: nn.Module, args: Any, named: Any, output: Any) -> Any:
-            if not transformed(self._is_whole):
-                output, starts = outputs.returned(output, (*args, *named.values()))
-                self._after_forward(indices, starts)
-            return output
-
-        def end(*_: object) -> None:
-            if outputs.end():
-                self.gathering.leave(indices)
-
-        self.add_hook(module.register_forward_pre_hook, before, prepend=True)
-        self.add_hook(module.register_forward_hook, after, with_kwargs=True)
-        self.add_hook(module.register_forward_hook, end, always_call=True)
-
-    def _before_forward(self, indices: list[int]) -> None:
-        for index in indices if not self._summoned else ():
-            if in_backward():
-                self.backwards.recompute(index)
-            else:
-                self.backwards.settle()
-                alone = self._is_alone()
-                if index == 0 or alone or self.gathering.over:  # a new iteration
-                    self.stepping.undo()
-                    self._unmanaged.begin()
-                    wrapped.check(self.units)
-                    self.backwards.begin()
-                    self.gathering.begin(foreseen=index == 0 or not alone)
-                self.gathering.callers[index].update(self.gathering.in_use)
-                self.backwards.use(index)
-            self.gathering.forwards.append(index)
-
-    def _after_forward(self, indices: list[int], starts: Sequence[Tensor]) -> None:
-        """`starts`: at whose gradients the backward of these units will start."""
-        if not self._summoned:
-            for index in indices:
-                free = index not in self.gathering.kept and not self.backwards.running
-                self.gathering.done_with(index, free=free)
-        backwards = weakref.proxy(self.backwards)  # as the model may keep what it returns
-        for t in starts:
-            t.register_hook(lambda _: backwards.reach(indices))  # type: ignore[no-untyped-call]
-        ends = indices is self.roots or self._is_alone()
-        if ends and not (starts or self.gathering.again):
-            self.gathering.end(learn=False)
-
-    def _is_alone(self) -> bool:
-        """Whether this call is in no unit's forward and will have no backward."""
-        return not (self.gathering.in_use or torch.is_grad_enabled() or in_backward())
+    def _begin(self) -> None:
+        """An iteration begins."""
+        self.stepping.undo()
+        self._unmanaged.begin()
+        wrapped.check(self.units)
 
     @property
     def _summoned(self) -> bool:
@@ -191,10 +140,6 @@ class Engine:
 
     def _rests_whole(self) -> bool:
         return self._summoned or not self.stage.slices
-
-    def _is_whole(self) -> bool:
-        """Whether parameters are whole at all times, not only at rest."""
-        return self._summoned or all(u.static for u in self.units)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Before any optimizer's step, of which it returns whether it is of parameters here. A

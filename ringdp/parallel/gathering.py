@@ -93,7 +93,7 @@ class Gathering:
         """
         self.leave([index])
         unit = self.units[index]
-        amid = index in self.forwards  # another call of it, as where a module calls itself
+        amid = index in self.in_use  # another call of it, as where a module calls itself
         if amid or not (free and unit.freed and unit.state is State.UNSHARDED):
             return
         lost = unit.lost()
@@ -111,6 +111,11 @@ class Gathering:
             for running in (self.in_use, self.forwards):
                 if index in running:
                     running.remove(index)
+
+    def free(self, indices: Sequence[int]) -> None:
+        """Free these units if no call of theirs runs, but not those to be kept."""
+        ended = [self.units[i] for i in indices if i not in self.kept and i not in self.in_use]
+        self.reshard([u for u in ended if u.freed and u.state is State.UNSHARDED])
 
     def are_nested(self, a: int, b: int) -> bool:
         """Whether they are the same unit, or one is called in the other's forward."""

@@ -96,6 +96,28 @@ def evaluated(net: nn.Module, x: Batches) -> None:
     net(x(7))  # with gradients, but without a backward
 
 
+def evaluated_in_backward(net: nn.Module, x: Batches) -> None:
+    """Evaluates in hooks on a block's input, and amid its backward."""
+    seen: list[Tensor] = []
+
+    def evaluate(_: Tensor) -> None:
+        with torch.no_grad():
+            seen.append(net(x(1)))
+
+    def watch(_: nn.Module, inputs: tuple[Tensor]) -> Tensor:
+        inputs[0].register_hook(evaluate)
+        return inputs[0] * 1
+
+    hooked: Any = net.get_submodule("blocks.1"), net.get_submodule("blocks.1.1")
+    handles = [module.register_forward_pre_hook(watch) for module in hooked]
+    value = loss(net(x(0)))
+    for handle in handles:
+        handle.remove()
+    value.backward()
+    assert len(seen) == 2
+    assert seen[0].equal(seen[1])
+
+
 def forward_raises(net: nn.Module, x: Batches) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("on purpose")
@@ -174,6 +196,23 @@ class TrainsItself(Chain):
         return value.detach()
 
 
+class Conditioned(Chain):
+    """Calls itself, with gradients or without, and then its blocks."""
+
+    def __init__(self, *, trains: bool) -> None:
+        super().__init__()
+        self.trains, self.first = trains, True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.first:
+            return super().forward(x)
+        self.first = False
+        with torch.set_grad_enabled(self.trains):
+            condition: Tensor = self(x)
+        self.first = True
+        return super().forward(x + condition)
+
+
 class Halves(nn.Module):
     """Called for one half of its parameters, then in a checkpoint for the other, whose backward
     ends first."""
@@ -226,6 +265,10 @@ CASES = {
     "calls itself, two forwards": Case(calling_themselves, two_forwards),
     "checkpoint called twice": Case(frozen_norm_twice, unit=(nn.LayerNorm, nn.Linear)),
     "one half in a checkpoint": Case(InHalves, unit=Halves),
+    "the model calls itself": Case(lambda: Conditioned(trains=True)),
+    "the model calls itself, micro-batches": Case(lambda: Conditioned(trains=True), micro_batches),
+    "the model calls itself without gradients": Case(lambda: Conditioned(trains=False)),
+    "the model calls itself, evaluation": Case(lambda: Conditioned(trains=False), evaluated),
     "shared by units": Case(SharedInside),
     "structured outputs": Case(Structured),
     "objects": Case(Objects),
@@ -261,6 +304,7 @@ CASES = {
     "retain_graph": Case(step=retained),
     "gradients assigned": Case(step=assigned),
     "evaluation": Case(step=evaluated),
+    "evaluation amid a backward": Case(step=evaluated_in_backward),
     "forward raises": Case(step=forward_raises),
     "backward raises": Case(step=backward_raises),
     "gradient of the input": Case(step=input_gradient),

@@ -5,18 +5,21 @@ of freezing."""
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import ringdp
 from ringdp import Communicator, LossScaler, Offload, Precision
 from ringdp.parallel.optimizer.clip import unscale_gradients
 from tests.parallel.small import (
+    WIDTH,
     assert_equal,
     assert_gradients,
     batch,
@@ -240,3 +243,50 @@ def test_the_norm_ignores_padding(comm: Communicator, stage: int) -> None:
     engine.close()
     added, made = norms
     assert added == made, norms
+
+
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_evaluation_amid_another_models_backward_makes_no_gradients(
+    comm: Communicator, stage: int
+) -> None:
+    """With zeros for gradients, an optimizer's weight decay would move the parameters."""
+    engine = ringdp.shard(model := net(), stage=stage, comm=comm)
+    seen = list[Tensor]()
+
+    def evaluate(_: Tensor) -> None:
+        with torch.no_grad():
+            seen.append(loss(model))
+
+    y = batch() * torch.ones(WIDTH, requires_grad=True)
+    y.register_hook(evaluate)
+    y.sum().backward()
+    assert seen == [loss(net())]
+    assert all(p.grad is None for p in model.parameters())
+    assert engine.ledger.now["gathered"] == 0
+    engine.close()
+
+
+class WaitsInside(nn.Sequential):
+    """Its call returns when another thread has called it, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if threading.current_thread() is not threading.main_thread():
+            return super().forward(x)
+        with ThreadPoolExecutor(1) as other:
+            seen = other.submit(loss, self).exception()
+        self.raised = str(seen) if seen else ""
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_a_call_during_another_threads_is_refused(comm: Communicator, stage: int) -> None:
+    """It would free what that one computes with. In stage 0 it changes nothing."""
+    model, twin = WaitsInside(*net()), net()
+    engine = ringdp.shard(model, stage=stage, unit=nn.Linear, comm=comm)
+    for one in (model, twin):
+        loss(one).backward()
+    assert ("two threads" in model.raised) == (stage > 0), model.raised
+    assert_gradients(engine, twin)
+    engine.close()

@@ -1,5 +1,5 @@
-"""A backward that raised is ended by whatever the next one does first. The reference is one
-process."""
+"""A backward that raised is ended by whatever the next one does first; a forward that raised frees
+what it gathered. The reference is one process."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ringdp
 from ringdp import Communicator
+from ringdp.parallel.state import State
 from ringdp.parallel.unit import FlatUnit
 from tests.parallel.loop_models import Fail
 from tests.parallel.small import COMPUTE_IN_FLOAT64, WIDTH, assert_gradients, batch, loss, net
@@ -106,4 +107,26 @@ def test_a_gradient_that_was_not_taken_is_dropped(comm: Communicator, stage: int
     for one in (model, twin):
         loss(one, 1).backward()
     assert_gradients(engine, twin)
+    engine.close()
+
+
+def fails(*_: object) -> None:
+    raise RuntimeError("on purpose")
+
+
+@pytest.mark.parametrize("grads", [False, True])
+@on_ranks(2)
+def test_a_unit_whose_forward_raised_is_freed(comm: Communicator, grads: bool) -> None:
+    """Else the next iteration, a smaller batch, say, would need memory for one more unit."""
+    model, twin = net(), net()
+    engine = ringdp.shard(model, stage=3, comm=comm)
+    handle = model[1].register_forward_pre_hook(fails)
+    with on_purpose, torch.set_grad_enabled(grads):
+        loss(model)
+    handle.remove()
+    assert engine.units[2].state is State.SHARDED
+    for one in (model, twin):
+        loss(one).backward()
+    assert_gradients(engine, twin)
+    assert engine.ledger.peak["gathered"] == engine.memory_formula().gathered_peak
     engine.close()

@@ -240,7 +240,7 @@ def _scaler(engine: Engine, fp16: dict[str, Any]) -> LossScaler:
 
 def _check_buckets(engine: Engine, most: int) -> None:
     """Raise UsageError for a unit of more elements than a bucket may have."""
-    for plan in (unit.plan for unit in engine.units[len(engine.roots) :]):
+    for plan in (unit.plan for unit in engine.units[len(engine.groups[0]) :]):
         if plan.elements > most:
             raise UsageError(
                 f"config: a bucket size of {most:,} is asked for; unit {plan.name!r}"

@@ -40,8 +40,8 @@ class EngineTracer(Tracer):
         if engine.reducing.replicas:
             engine.reducing.replicas.label("reductions over replicas")
         self._patches = patches = Patches()
-        patches.after(engine, "_before_forward", self._forward_begins)
-        patches.before(engine, "_after_forward", self._forward_ends)
+        patches.after(engine.forwards, "before", self._forward_begins)
+        patches.before(engine.forwards, "after", self._forward_ends)
         patches.after(engine.backwards, "reach", self._backward_begins)
         patches.before(engine.backwards, "reduce", self._unit_through)
         patches.before(engine.backwards, "end", self._backward_ends)
@@ -83,7 +83,7 @@ class EngineTracer(Tracer):
 
     def _forward_begins(self, indices: Group) -> None:
         self._memory.introduce()
-        if indices is self.engine.roots and not in_backward():
+        if 0 in indices and not in_backward():
             self._forwards.clear()  # of one that raised
             self._backwards.clear()
         self._forwards.append((indices, monotonic_ns()))

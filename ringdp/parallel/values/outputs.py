@@ -39,11 +39,15 @@ class UnitOutputs:
         self._units = units
         self._modules = list(own_modules(module, others))
         # Of each running forward (they may nest) the first operation, and its number among
-        # beginnings and outputs; None once it has returned.
+        # beginnings and outputs; None before its units are gathered, and once it has returned.
         self._since: list[tuple[int, int] | None] = []
 
+    def enter(self) -> None:
+        """A forward is called, whose units are not gathered yet."""
+        self._since.append(None)
+
     def begin(self) -> None:
-        self._since.append((torch._C._autograd._get_sequence_nr(), next(_COUNT)))
+        self._since[-1] = torch._C._autograd._get_sequence_nr(), next(_COUNT)
 
     def returned(self, output: Any, passed: Sequence[Any]) -> tuple[Any, list[Tensor]]:
         """For a forward with arguments `passed` that has just returned `output`: what to return
@@ -80,7 +84,7 @@ class UnitOutputs:
         return output, [*starts, *filter(is_new, bases)]
 
     def end(self) -> bool:
-        """A forward has ended. Returns whether it raised."""
+        """A forward has ended. Returns whether it raised after its `begin`."""
         return bool(self._since) and self._since.pop() is not None
 
     def _left(self, passed: Iterable[Any]) -> Iterator[Tensor]:

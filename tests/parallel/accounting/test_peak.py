@@ -111,7 +111,7 @@ def peak(comm: Communicator, kind: type[Net], stage: int, prefetch: int | None) 
         seen.append(sum(n for at, n in storages().items() if at not in held))
 
     for owner, name in (
-        (engine, "_before_forward"),
+        (engine.forwards, "before"),
         (engine.backwards, "reach"),
         (engine.backwards, "gradient_made"),
         (engine.reducing, "start"),
