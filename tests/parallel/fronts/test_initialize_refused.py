@@ -85,7 +85,7 @@ def test_values_of_wrong_types_are_refused(place, key):
     for wrong in (
         *["auto"] * (place[-1] not in AUTO),
         [],
-        -1,
+        key.least - 1,
         key.least - 0.5,
         float("nan"),
         float("inf"),
