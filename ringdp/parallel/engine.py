@@ -70,12 +70,11 @@ class Engine:
         for unit in units:
             of.setdefault(unit.module, []).append(unit.index)
         self.groups = list(of.values())
-        self.reducing = Reducing(ledger, overlap=overlap)
+        duplicate = ranks.shards.duplicate
+        self.reducing = Reducing(duplicate(), ledger, ranks.replicas, overlap=overlap)
         beside = ranks.every.wired or any(u.full.is_cuda for u in units)
         turns = None if beside else self.reducing
-        self.gathering = Gathering(
-            units, self.groups, ranks.shards.duplicate(), prefetch_bytes, turns, kept
-        )
+        self.gathering = Gathering(units, self.groups, duplicate(), prefetch_bytes, turns, kept)
         for each in filter(None, (self.reducing.comm, self.gathering.comm, ranks.replicas)):
             each.name_tags([unit.plan.name or "root" for unit in units])
         self._unmanaged = Unmanaged(model, units)

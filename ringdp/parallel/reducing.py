@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringdp.comm import Work
+from ringdp.comm import Communicator, Work
 from ringdp.errors import UsageError
 from ringdp.kernels.precision import scaled_copy
 from ringdp.parallel.accounting.memory import Ledger
@@ -67,11 +67,18 @@ class _InTwoSteps:
 
 
 class Reducing:
-    """Reduces over communicators of its own. Without `overlap`, waits for each at once."""
+    """Reduces over communicators of its own: `comm`, and then `replicas` if there are several (see
+    `ranks`). Without `overlap`, waits for each at once."""
 
-    def __init__(self, ledger: Ledger, *, overlap: bool = True) -> None:
-        self.ledger, self.overlap = ledger, overlap
-        self.comm, self.replicas = ledger.ranks.shards.duplicate(), ledger.ranks.replicas
+    def __init__(
+        self,
+        comm: Communicator,
+        ledger: Ledger,
+        replicas: Communicator | None = None,
+        *,
+        overlap: bool = True,
+    ) -> None:
+        self.comm, self.replicas, self.ledger, self.overlap = comm, replicas, ledger, overlap
         self._turns: dict[int, _Turn] = {}
         self._open: dict[int, GradBuffer] = {}  # units that still take gradients
         self._pending: list[_Reduction] = []
