@@ -12,6 +12,7 @@ If a unit has no bucket of its own, one is allocated, and one such bucket is red
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -37,33 +38,39 @@ class _Turn(NamedTuple):
     shows: list[bool]  # which parameters have a .grad afterwards
 
 
-class _Reduction(NamedTuple):
-    turn: _Turn
-    bucket: Tensor
-    work: Work | _InTwoSteps
+class _Reduction:
+    """A unit's reduction on its way: by `work`, which reads the bucket, and with replicas by
+    `then`, an all_reduce of `result`, which whoever asks or waits begins once `work` is over."""
 
+    def __init__(
+        self,
+        turn: _Turn,
+        bucket: Tensor,
+        result: Tensor,
+        work: Work,
+        then: Callable[[], Work] | None = None,
+    ) -> None:
+        self.turn, self.bucket, self.result, self.work = turn, bucket, result, work
+        self._then, self._last = then, None if then else work
 
-class _InTwoSteps:
-    """Two collectives, of which whoever waits or asks starts the second once the first is over."""
+    @property
+    def in_place(self) -> bool:
+        """Whether the result lies where the optimizer reads it."""
+        return self.result is self.turn.unit.gradients.reduced
 
-    def __init__(self, first: Work, second: Callable[[], Work]) -> None:
-        self._work, self._second = first, second
-        self._begun = False
-
-    def begin_second(self) -> None:
-        """Wait for the first. On a GPU the current stream does, not the caller."""
-        if not self._begun:
-            self._work.wait()
-            self._work, self._begun = self._second(), True
+    def go_on(self) -> Work:
+        """Wait for `work`, and begin what is left to do. On a GPU the current stream waits."""
+        self.work.wait()
+        if self._last is None:
+            assert self._then is not None
+            self._last = self._then()
+        return self._last
 
     def wait(self) -> None:
-        self.begin_second()
-        self._work.wait()
+        self.go_on().wait()
 
     def is_completed(self) -> bool:
-        if self._work.is_completed() and not self._begun:
-            self.begin_second()
-        return self._begun and self._work.is_completed()
+        return self.work.is_completed() and self.go_on().is_completed()
 
 
 class Reducing:
@@ -82,6 +89,7 @@ class Reducing:
         self._turns: dict[int, _Turn] = {}
         self._open: dict[int, GradBuffer] = {}  # units that still take gradients
         self._pending: list[_Reduction] = []
+        self._landed: list[Work] = []  # what goes on of those whose buckets are free
         self._copying: set[torch.cuda.Stream] = set()  # that copy results to the host
         self._between: torch.cuda.Stream | None = None  # waits for reduce_scatters
         self.unreduced = UnreducedGrads(ledger)
@@ -158,26 +166,24 @@ class Reducing:
             bucket = self._bucket(unit, turn.accumulate)
             scaled_copy(sums, bucket, 1 / unit.divisor)
             del sums
+        directly = unit.widths.own and not turn.accumulate
+        result = unit.gradients.reduced if directly else bucket[unit.cut.keeps]
+        tag = unit.index
         if unit.stage.reduction == "all_reduce":
-            work = self.comm.all_reduce(bucket, async_op=True, tag=unit.index)
+            work = self.comm.all_reduce(bucket, async_op=True, tag=tag)
         else:
-            own = bucket[unit.cut.part]
-            work = self.comm.reduce_scatter(own, bucket, async_op=True, tag=unit.index)
-        over = self._over_replicas(unit, bucket, work) if self.replicas else work
-        self._pending.append(_Reduction(turn, bucket, over))
-        if not self.overlap:
-            self.finish()
-
-    def _over_replicas(self, unit: FlatUnit, bucket: Tensor, work: Work) -> _InTwoSteps:
-        assert self.replicas is not None
-        own, over = bucket[unit.cut.part], self.replicas
-        steps = _InTwoSteps(work, lambda: over.all_reduce(own, async_op=True, tag=unit.index))
-        if bucket.is_cuda:
+            work = self.comm.reduce_scatter(result, bucket, async_op=True, tag=tag)
+        then = None
+        if self.replicas:
+            then = partial(self.replicas.all_reduce, result, async_op=True, tag=tag)
+        self._pending.append(_Reduction(turn, bucket, result, work, then))
+        if then and bucket.is_cuda:
             if self._between is None:
                 self._between = torch.cuda.Stream(bucket.device)  # type: ignore[no-untyped-call]
             with torch.cuda.stream(self._between):
-                steps.begin_second()
-        return steps
+                self._pending[-1].go_on()
+        if not self.overlap:
+            self.finish()
 
     @property
     def ended(self) -> bool:
@@ -195,11 +201,15 @@ class Reducing:
     def through(self) -> bool:
         """Whether `finish` would not have to wait. Asks in order, so that all ranks begin the
         replicas' all_reduces in one."""
-        return all(reduction.work.is_completed() for reduction in self._pending)
+        under_way: list[Work | _Reduction] = [*self._landed, *self._pending]
+        return all(each.is_completed() for each in under_way)
 
     def finish(self) -> None:
         """Wait for all reductions, and for copies of their results to the host."""
         self._land()
+        while self._landed:
+            self._landed[0].wait()
+            self._landed.pop(0)
         while self._copying:
             self._copying.pop().synchronize()
 
@@ -222,22 +232,28 @@ class Reducing:
             self.ledger.give("buckets", bucket.nbytes)
 
     def _land(self) -> None:
-        """Wait for the reductions, so that the next bucket can take their memory, but not for
-        copies to the host."""
+        """Wait until no reduction reads a bucket, so that the next one can take their memory, but
+        not for replicas, nor for copies to the host."""
         while self._pending:
-            (unit, _, accumulate, _), bucket, work = self._pending[0]
-            work.wait()  # which KeyboardInterrupt may end: then the next call waits again
+            reduction = self._pending[0]
+            goes_on = reduction.go_on()  # KeyboardInterrupt may end a wait, and the next call waits
+            if not reduction.in_place:
+                goes_on.wait()
+                self._copy(reduction)
+            elif self.replicas:
+                self._landed.append(goes_on)
             self._pending.pop(0)
-            if bucket is unit.gradients.bucket and unit.widths.own:
-                continue
-            result, reduced = bucket[unit.cut.keeps], unit.gradients.reduced
-            if accumulate:
-                reduced.add_(result.to(reduced.device))
-            else:
-                reduced.copy_(result, non_blocking=True)
-                if result.is_cuda and not reduced.is_cuda:
-                    self._copying.add(torch.cuda.current_stream(result.device))
-            self._give(unit, bucket)
+            self._give(reduction.turn.unit, reduction.bucket)
+
+    def _copy(self, reduction: _Reduction) -> None:
+        """Copy or add the result to what the optimizer reads."""
+        result, reduced = reduction.result, reduction.turn.unit.gradients.reduced
+        if reduction.turn.accumulate:
+            reduced.add_(result.to(reduced.device))
+            return
+        reduced.copy_(result, non_blocking=True)
+        if result.is_cuda and not reduced.is_cuda:
+            self._copying.add(torch.cuda.current_stream(result.device))
 
 
 def _set_aside(unit: FlatUnit) -> bool:

@@ -52,7 +52,10 @@ def test_only_the_end_of_backward_waits_for_copies_to_the_host(monkeypatch: pyte
         copy = SimpleNamespace(is_cuda=False, copy_=lambda _, non_blocking: events.append("copied"))
         gradients = SimpleNamespace(bucket=None, reduced=copy)
         cut = SimpleNamespace(part=slice(1), keeps=slice(1))
-        unit: Any = SimpleNamespace(index=index, cut=cut, gradients=gradients, stage=STAGES[3])
+        widths = SimpleNamespace(own=False)
+        unit: Any = SimpleNamespace(
+            index=index, cut=cut, gradients=gradients, stage=STAGES[3], widths=widths
+        )
         reducing._open[index] = SimpleNamespace(whole=lambda: bucket)  # type: ignore[assignment]
         reducing._turns[index] = _Turn(unit, keep=False, accumulate=False, shows=[])
         reducing.start(unit)

@@ -104,12 +104,10 @@ def test_a_gradient_starts_a_deferred_gather_only_once_the_reduction_is_over():
     events: list[Event] = []
     units = [_Unit(i, 8, events, freed=i > 0) for i in range(3)]
     bucket, over, waits = torch.empty(2), [False], []
-    reduced: Any = SimpleNamespace(
-        gradients=SimpleNamespace(bucket=bucket), widths=SimpleNamespace(own=True)
-    )
+    reduced: Any = SimpleNamespace(gradients=SimpleNamespace(bucket=bucket, reduced=bucket))
     work: Any = SimpleNamespace(is_completed=lambda: over[0], wait=lambda: waits.append(1))
     reducing = Reducing(None, None)
-    reducing._pending.append(_Reduction(_Turn(reduced, False, False, []), bucket, work))
+    reducing._pending.append(_Reduction(_Turn(reduced, False, False, []), bucket, bucket, work))
     gathering = Gathering(units, alone(3), None, 8, reducing)
     gathering.use(0)
     gathering.prefetch_deferred(wait=False)
