@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from ringdp.parallel.layout import Unit
 from ringdp.parallel.offload import Offload
@@ -123,8 +124,7 @@ def state_bytes(states: Iterable[Mapping[str, Any]]) -> int:
     """Bytes of the tensors in an optimizer's state; memory that several share counts once."""
     storages = {
         value.untyped_storage().data_ptr(): value.untyped_storage().nbytes()
-        for state in states
-        for value in state.values()
+        for value in tree_leaves([*states])
         if isinstance(value, Tensor)
     }
     return sum(storages.values())

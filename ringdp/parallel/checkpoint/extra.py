@@ -1,8 +1,6 @@
-"""Modules' extra state (torch's get_extra_state), if it consists of JSON values and tensors.
+"""Modules' extra state (torch's get_extra_state), if it consists of plain values and tensors.
 
-It is written as {"dict": {...}}, {"list": [...]}, {"tuple": [...]}, {"tensor": KEY} or
-{"value": ...}, so that types are preserved. Nothing is pickled; other types are an error. Rank 0's
-is written, and every rank loads it.
+It is written as `nested` packs it. Rank 0's is written, and every rank loads it.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ringdp.errors import CheckpointError
+from ringdp.parallel import nested
 
 
 def modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -24,39 +23,27 @@ def modules(model: nn.Module) -> dict[str, nn.Module]:
 def pack(model: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Every module's extra state as JSON, and its tensors by key. Raises CheckpointError."""
     tensors: dict[str, Tensor] = {}
-    states = {n: _pack(m.get_extra_state(), n, tensors) for n, m in modules(model).items()}
+    states = {}
+    for name, module in modules(model).items():
+
+        def put(t: Tensor, name: str = name) -> str:
+            key = f"extra/{len(tensors)}/{name}"
+            tensors[key] = t
+            return key
+
+        try:
+            states[name] = nested.pack(module.get_extra_state(), put)
+        except TypeError as e:
+            raise CheckpointError(
+                f"the extra state of module {name or 'the model'} has a {e}; allowed: "
+                f"{nested.ALLOWED}"
+            ) from e
     return states, tensors
 
 
-def unpack(packed: Any, tensor: Callable[[str], Any]) -> Any:
+def unpack(packed: Any, tensor: Callable[[Any], Any]) -> Any:
     """The state; `tensor(key)` gives its tensors. Raises CheckpointError if it is malformed."""
     try:
-        ((kind, value),) = packed.items()
-        if kind == "tensor" and isinstance(value, str):
-            return tensor(value)
-        if kind == "dict":
-            return {key: unpack(v, tensor) for key, v in value.items()}
-        if kind in ("list", "tuple"):
-            return (list if kind == "list" else tuple)(unpack(v, tensor) for v in value)
-        if kind == "value":
-            return value
-    except (AttributeError, TypeError, ValueError, RecursionError) as e:
+        return nested.unpack(packed, tensor)
+    except ValueError as e:
         raise CheckpointError(f"a module's extra state is not sound: {e}") from e
-    raise CheckpointError(f"a module's extra state is not sound: it has a {kind!r}")
-
-
-def _pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        key = f"extra/{len(tensors)}/{name}"
-        tensors[key] = value
-        return {"tensor": key}
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {"dict": {key: _pack(v, name, tensors) for key, v in value.items()}}
-    if type(value) in (list, tuple):
-        return {type(value).__name__: [_pack(v, name, tensors) for v in value]}
-    if isinstance(value, str | int | float | None):
-        return {"value": value}
-    raise CheckpointError(
-        f"the extra state of module {name or 'the model'} has a {type(value).__name__}; allowed: "
-        "tensors, numbers, strings, None, and dicts with strings for keys, lists and tuples of them"
-    )

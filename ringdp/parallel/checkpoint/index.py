@@ -6,8 +6,9 @@
 A tensor's key is `parameter/NAME`, `buffer/NAME`, `optimizer/KEY/NAME` or `extra/N/NAME`. Its
 elements, in the parameter's order, are in parts, one in the file of each rank that owned some. Each
 rank writes its own optimizer state: a rank without any has no part, and what goes with all of its
-elements (Adam's `step`, Adafactor's `row_var`) is a part. A save writes a new directory, replaces
-the index by a rename, and then removes the directories that it does not name.
+elements (Adam's `step`) is a part. Where whole parameters are stepped, the owner writes the state
+of all elements. Lists, tuples and dicts in it are as in `nested`. A save writes a new directory,
+replaces the index by a rename, and then removes the directories that it does not name.
 
 torch's distributed checkpoint is not used because its index, `.metadata`, and the messages of its
 ranks are pickles, which can run code when loaded. This index is checked when read, and cannot point
@@ -31,7 +32,7 @@ from typing import Any, NamedTuple
 
 from ringdp.errors import CheckpointError
 
-FORMAT = "ringdp.checkpoint.4"
+FORMAT = "ringdp.checkpoint.5"
 
 
 class Part(NamedTuple):
@@ -68,7 +69,7 @@ class Index:
     ranks: int
     stage: int
     tensors: dict[str, Entry]
-    scalars: dict[str, list[Any]]  # of an optimizer: [begin, end, value] of each part
+    scalars: dict[str, list[Any]]  # of an optimizer: [begin, end, packed value] of each part
     groups: list[dict[str, Any]] | None  # of all optimizers: {"names": [...], "options": {...}}
     extra: dict[str, Any]
     modules: dict[str, Any]  # their extra state, see `extra`
@@ -214,17 +215,24 @@ def _check_steps(index: Index) -> None:
     """Check that state has `step` beside it if any of its group has: optimizers that count steps
     keep nothing else without it."""
     groups = {name: n for n, group in enumerate(index.groups or []) for name in group["names"]}
-    begins = {key: {part.begin for part in entry.parts} for key, entry in index.tensors.items()}
-    begins |= {key: {begin for begin, _, _ in parts} for key, parts in index.scalars.items()}
-    steps, others = set[tuple[int, str, int]](), set[tuple[int, str, int]]()
-    for key, found in begins.items():
+    spans = {key: [part[1:] for part in entry.parts] for key, entry in index.tensors.items()}
+    spans |= {key: [(begin, end) for begin, end, _ in of] for key, of in index.scalars.items()}
+    steps, others = dict[str, list[tuple[int, int]]](), list[tuple[str, int]]()
+    for key, found in spans.items():
         kind, name, parameter = parts_of(key)
         if kind == "optimizer" and parameter in groups:
-            places = steps if name == "step" else others
-            places.update((groups[parameter], parameter, begin) for begin in found)
-    counted = {number for number, _, _ in steps}
-    if without := [name for number, name, _ in others - steps if number in counted]:
-        raise ValueError(f"the optimizer's state of {min(without)} has no step, that of others has")
+            if name == "step":
+                steps[parameter] = found
+            else:
+                others += [(parameter, begin) for begin, _ in found]
+    counted = {groups[parameter] for parameter in steps}
+    for parameter, at in others:
+        if groups[parameter] in counted and not any(
+            begin <= at < end or at == begin for begin, end in steps.get(parameter, ())
+        ):
+            raise ValueError(
+                f"the optimizer's state of {parameter} has no step, that of others has"
+            )
 
 
 def parts_of(key: str) -> tuple[str, str, str]:

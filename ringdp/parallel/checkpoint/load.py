@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from ringdp.errors import CheckpointError
+from ringdp.parallel import nested
 from ringdp.parallel.checkpoint import extra
 from ringdp.parallel.checkpoint.index import Entry, Index, file_of, read_index
 from ringdp.parallel.checkpoint.plan import Read, planned
 from ringdp.parallel.checkpoint.spans import (
     Optimizers,
     groups_in,
-    optimizer_of,
     optimizers_given,
     pieces,
 )
@@ -64,12 +64,12 @@ def load(
         for one in optimizers:
             optim_state.clear(one)
             engine.take(one)
-        of = optimizer_of(optimizers)
-        for parameter, name, value in plan.scalars:
-            of[id(parameter)].state[parameter][name] = value
         with torch.no_grad():
             for read in plan.reads:
                 read.put(_values(read, index.tensors[read.key], file))
+        for kept in plan.kept:
+            if kept.state:
+                kept.optimizer.state[kept.parameter] = nested.deep(kept.state)
         for name, module in extra.modules(engine.model).items():
             module.set_extra_state(extra.unpack(index.modules[name], plan.states.__getitem__))
     return index.extra

@@ -7,7 +7,7 @@ checkpoint is replaced by one that the same ranks could not load.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from ringdp.errors import CheckpointError
+from ringdp.parallel import nested
 from ringdp.parallel.checkpoint import extra
 from ringdp.parallel.checkpoint.index import Index, parts_of
-from ringdp.parallel.checkpoint.spans import Piece, groups_of, optimizer_of, persistent_buffers
+from ringdp.parallel.checkpoint.spans import Piece, groups_of, persistent_buffers, stepped
 from ringdp.parallel.checkpoint.tensorfile import dtype_of
 from ringdp.parallel.engine import Engine
 from ringdp.parallel.optimizer.kinds import needs_whole
-from ringdp.parallel.optimizer.state import marked
 from ringdp.parallel.replicas import write
 
 
@@ -34,9 +34,17 @@ class Read(NamedTuple):
     put: Callable[[Tensor], object]
 
 
+class Kept(NamedTuple):
+    """An optimizer's state of a parameter, flat (see `nested`); the reads fill in its tensors."""
+
+    optimizer: torch.optim.Optimizer
+    parameter: nn.Parameter
+    state: dict[str, Any]
+
+
 class Plan(NamedTuple):
     reads: list[Read]
-    scalars: list[tuple[nn.Parameter, str, Any]]  # of the optimizer's state
+    kept: list[Kept]
     states: dict[str, Tensor]  # tensors of modules' extra state, which the reads fill in
 
 
@@ -65,10 +73,18 @@ def planned(
         plan.reads.append(Read(key, 0, math.prod(entry.shape), put))
     if optimizers:
         _check_groups(index, names_of(optimizers), groups_of(optimizers, found))
-        of = optimizer_of(optimizers)
-        stepped = [piece for piece in found if id(piece.parameter) in of]
-        plan.reads.extend(_state(index, of, stepped))
-        plan.scalars.extend(_scalars(index, stepped))
+        mine = {
+            piece.name: (piece, Kept(one, piece.parameter, {}))
+            for one, piece in stepped(engine, optimizers, found)
+            if piece.kept[0] < piece.kept[1] or 0 in piece.shape
+        }
+        plan.reads.extend(_state(index, mine))
+        plan.kept.extend(kept for _, kept in mine.values())
+        for name, (_, kept) in mine.items():
+            try:
+                nested.deep(kept.state)
+            except ValueError as e:
+                raise CheckpointError(f"the optimizer's state of {name} is not sound: {e}") from e
     return plan
 
 
@@ -149,24 +165,28 @@ def _keep(states: dict[str, Tensor], key: str, shape: Sequence[int], values: Ten
     states[key] = values.view(shape)
 
 
-def _state(
-    index: Index, of: dict[int, torch.optim.Optimizer], found: list[Piece]
-) -> Iterator[Read]:
-    """Reads of optimizer state for the parameters of which this rank keeps state."""
+def _state(index: Index, mine: Mapping[str, tuple[Piece, Kept]]) -> Iterator[Read]:
+    """Reads of optimizer state of these parameters, by name. What is no tensor is put in its place
+    at once; if the parts differ, the first one's."""
     on_device = {  # where `step` is, too; torch's default is the host
         name
         for group in index.groups or []
         if group["options"].get("capturable") or group["options"].get("fused")
         for name in group["names"]
     }
-    for key, name, piece in _of_state(index.tensors, found):
-        entry, (begin, end), optimizer = index.tensors[key], piece.kept, of[id(piece.parameter)]
+    for key, name, piece, kept in _of_state(index.scalars, mine):
+        for begin, end, value in index.scalars[key]:
+            if (begin < piece.kept[1] and piece.kept[0] < end) or begin == end:
+                kept.state[name] = value
+                break
+    for key, name, piece, kept in _of_state(index.tensors, mine):
+        entry, (begin, end) = index.tensors[key], piece.kept
         if not (parts := entry.within(begin, end)):
             continue  # the rank that saved them had no state
         shape: Sequence[int] = piece.rest.shape
         dtype = None
         if entry.single is not None:
-            if math.prod(entry.single) > 1 and not needs_whole(optimizer):
+            if math.prod(entry.single) > 1 and not needs_whole(kept.optimizer):
                 raise CheckpointError(
                     f"{key} has the shape {entry.single}, as an optimizer keeps it that looks at "
                     "whole parameters: set this one's attribute needs_whole_parameters to True"
@@ -181,41 +201,28 @@ def _state(
             )
         elif entry.dtype == index.tensors[f"parameter/{piece.name}"].dtype:
             dtype = piece.rest.dtype
-        single = entry.single is not None
         device = piece.rest.device if name != "step" or piece.name in on_device else None
-        put = partial(_put, optimizer, piece.parameter, name, shape, device, dtype, single)
-        yield Read(key, begin, end, put)
+        kept.state[name] = torch.empty(0, device="meta")  # until it is read
+        yield Read(key, begin, end, partial(_put, kept.state, name, shape, device, dtype))
 
 
 @torch.inference_mode(False)  # as for `_keep`
 def _put(
-    optimizer: torch.optim.Optimizer,
-    parameter: nn.Parameter,
+    state: dict[str, Any],
     name: str,
     shape: Sequence[int],
     device: torch.device | None,
     dtype: torch.dtype | None,
-    single: bool,
     values: Tensor,
 ) -> None:
-    value = values.view(shape).to(device, dtype)
-    optimizer.state[parameter][name] = value if single else marked(value)
+    state[name] = values.view(shape).to(device, dtype)
 
 
-def _scalars(index: Index, found: list[Piece]) -> Iterator[tuple[nn.Parameter, str, Any]]:
-    """Optimizer state that is no tensor; if the parts differ, the first one's."""
-    for key, name, piece in _of_state(index.scalars, found):
-        for begin, end, value in index.scalars[key]:
-            if (begin < piece.kept[1] and piece.kept[0] < end) or begin == end:
-                yield piece.parameter, name, value
-                break
-
-
-def _of_state(keys: Iterable[str], found: list[Piece]) -> Iterator[tuple[str, str, Piece]]:
-    """(key, name, parameter) of the optimizer state that this rank keeps: of parameters of which it
-    has elements, or which have none."""
-    mine = {p.name: p for p in found if p.kept[0] != p.kept[1] or 0 in p.shape}
+def _of_state(
+    keys: Iterable[str], mine: Mapping[str, tuple[Piece, Kept]]
+) -> Iterator[tuple[str, str, Piece, Kept]]:
+    """(key, name, parameter, its state) of the optimizer state that this rank keeps."""
     for key in keys:
         kind, name, parameter = parts_of(key)
         if kind == "optimizer" and parameter in mine:
-            yield key, name, mine[parameter]
+            yield key, name, *mine[parameter]

@@ -31,14 +31,14 @@ from ringdp.parallel.checkpoint.spans import (
     Optimizers,
     Piece,
     groups_of,
-    optimizer_of,
     optimizers_given,
     persistent_buffers,
     pieces,
+    stepped,
 )
 from ringdp.parallel.checkpoint.together import together
 from ringdp.parallel.engine import Engine
-from ringdp.parallel.optimizer.state import check_json, check_single, is_per_element, is_slice
+from ringdp.parallel.optimizer.state import check_single, flattened, is_per_element
 from ringdp.parallel.replicas import gather_json
 
 NOT_WRITTEN = "the checkpoint was not written"
@@ -133,22 +133,20 @@ class _RankData:
         states: dict[str, Tensor],
     ) -> None:
         """`states`: the tensors in modules' extra state."""
-        self._slices = engine.stage.slices
         self.tensors: dict[str, Tensor] = {}
         self.facts: dict[str, list[Any]] = {}  # dtype, whole shape, begin, end, shape if single
         self.scalars: dict[str, list[Any]] = {}
-        of = optimizer_of(optimizers)
+        rank = engine.comm.rank
         for piece in found:
-            empty = piece.writes[0] == piece.writes[1]
-            if empty and not (torch.Size(piece.shape).numel() == 0 and engine.comm.rank == 0):
-                continue
-            self._tensor(
-                f"parameter/{piece.name}", piece.own(piece.rest), piece.shape, piece.writes
-            )
-            if optimizer := of.get(id(piece.parameter)):
-                for name, value in optimizer.state.get(piece.parameter, {}).items():
+            if _writes(rank, piece):
+                key, values = f"parameter/{piece.name}", piece.own(piece.rest)
+                self._tensor(key, values, piece.shape, piece.writes)
+        for optimizer, piece in stepped(engine, optimizers, found):
+            state = optimizer.state.get(piece.parameter)
+            if state and _writes(rank, piece):
+                for name, value in flattened(optimizer, state, piece.name).items():
                     self._state(optimizer, piece, name, value)
-        if engine.comm.rank == 0:
+        if rank == 0:
             buffers = {f"buffer/{n}": b for n, b in persistent_buffers(engine.model).items()}
             for key, value in (buffers | states).items():
                 self._tensor(key, value, list(value.shape), (0, value.numel()))
@@ -162,20 +160,12 @@ class _RankData:
             raise CheckpointError(f"the optimizer has state {name!r}; allowed: names without /")
         key = f"optimizer/{name}/{piece.name}"
         if not isinstance(value, Tensor):
-            check_json(optimizer, name, value, piece.name)
             self.scalars[key] = [*piece.writes, value]
-        elif self._is_per_element(optimizer, piece, name, value):
+        elif is_per_element(name, value, piece.rest.shape):
             self._tensor(key, piece.own(value), piece.shape, piece.writes)
         else:
             check_single(optimizer, name, value, piece.name)
             self._tensor(key, value, piece.shape, piece.writes, list(value.shape))
-
-    def _is_per_element(
-        self, optimizer: torch.optim.Optimizer, piece: Piece, name: str, value: Tensor
-    ) -> bool:
-        if self._slices:
-            return is_slice(optimizer, name, value, piece.rest.numel())
-        return is_per_element(name, value, piece.shape)
 
     def _tensor(
         self,
@@ -187,6 +177,11 @@ class _RankData:
     ) -> None:
         self.tensors[key] = value.detach().reshape(-1)
         self.facts[key] = [str(value.dtype).removeprefix("torch."), shape, *span, single]
+
+
+def _writes(rank: int, piece: Piece) -> bool:
+    """Rank 0 writes what has no elements."""
+    return piece.writes[0] < piece.writes[1] or (0 in piece.shape and rank == 0)
 
 
 def _index(directory: str, engine: Engine, ranks: list[list[Any]]) -> Index:

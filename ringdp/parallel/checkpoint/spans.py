@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 
 from ringdp.errors import CheckpointError, UsageError
 from ringdp.parallel.engine import Engine, check_engine
+from ringdp.parallel.optimizer.kinds import needs_whole
+from ringdp.parallel.optimizer.owners import places
 from ringdp.parallel.state import State
 
 
@@ -95,6 +98,31 @@ def _split(span: tuple[int, int], at: int, parts: int) -> tuple[int, int]:
     begin, end = span
     size = end - begin
     return begin + size * at // parts, begin + size * (at + 1) // parts
+
+
+def stepped(
+    engine: Engine, optimizers: Sequence[torch.optim.Optimizer], found: list[Piece]
+) -> Iterator[tuple[torch.optim.Optimizer, Piece]]:
+    """The parameters of which this rank may have an optimizer's state. Where whole ones are
+    stepped, those that it owns, of which it has all state. The first replica writes it."""
+    of, rank = optimizer_of(optimizers), engine.shards.rank
+    owned = {
+        id(place.parameter): place.owner
+        for one in optimizers
+        if engine.stage.slices and needs_whole(one)
+        for place in places(one, engine.units, rank)
+    }
+    for piece in found:
+        if not (optimizer := of.get(id(piece.parameter))):
+            continue
+        owner = owned.get(id(piece.parameter))
+        if owner is None:
+            yield optimizer, piece
+        elif owner == rank:
+            every = 0, math.prod(piece.shape)
+            like = piece.rest.new_empty(()).expand(piece.shape)  # which holds no memory
+            writes = every if engine.ledger.ranks.copy == 0 else (0, 0)
+            yield optimizer, piece._replace(rest=like, kept=every, writes=writes)
 
 
 def groups_of(

@@ -91,7 +91,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, JoinableOverGroup):
         check_slices(self.optim, "in ZeroRedundancyOptimizer", "or it without this one")
         for unit in self._units:
             unit.take()
-        optim_state.keep_slices(self.optim, self._units)  # as Adagrad has a state from the first
+        optim_state.keep_slices(
+            self.optim, self._units, self.comm.rank
+        )  # as Adagrad has a state from the first
         self.defaults = self.optim.defaults
         _copy_options(self.optim.param_groups, self.param_groups)
 
@@ -208,7 +210,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, JoinableOverGroup):
             if (changed := before(self, state_dict)) is not None:
                 state_dict = changed
         self.optim.load_state_dict(state_dict)
-        optim_state.keep_slices(self.optim, self._units)
+        optim_state.keep_slices(self.optim, self._units, self.comm.rank)
         _copy_options(self.optim.param_groups, self.param_groups)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)

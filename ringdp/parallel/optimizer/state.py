@@ -2,30 +2,32 @@
 
 State with one value for each element (Adam's exp_avg) is gathered unit by unit. Of state with one
 value for the whole slice (Adam's step) the first rank that has one counts. load_state_dict takes
-whole state, of which each rank keeps its slices.
+whole state, of which each rank keeps its slices. Where whole parameters are stepped, it keeps that
+of the parameters that it owns, whole.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ringdp.comm import Communicator
 from ringdp.errors import UsageError
+from ringdp.parallel import nested
 from ringdp.parallel.cut import SliceOwner, Slices
-from ringdp.parallel.exchange import share
 from ringdp.parallel.guards import sliced
 from ringdp.parallel.optimizer.kinds import needs_whole
-from ringdp.parallel.replicas import gather_json
+from ringdp.parallel.optimizer.owners import places
+from ringdp.parallel.replicas import broadcast, gather_json
 
-_SLICE = "_ringdp_slice"
 _TAKEN = WeakKeyDictionary[Optimizer, WeakSet[SliceOwner]]()  # whose slices each steps
 # These keep state of slices, where parameters are whole by now: a WeakIdKeyDictionary of `_parts`.
 _LEFT = WeakKeyDictionary[Optimizer, Any]()
@@ -40,7 +42,7 @@ def take(optimizer: Optimizer, owner: SliceOwner) -> None:
     parts = _parts(owner)
     if any(parts.get(p, part) != part for p, part in _left(optimizer).items()):
         raise UsageError(f"an optimizer has state of the slices before a close(). {_INSTEAD}")
-    keep_slices(optimizer, owner.units)
+    keep_slices(optimizer, owner.units, owner.shards.rank)
     for p in parts:
         _LEFT.get(optimizer, {}).pop(p, None)
     # A wrapper of another optimizer, such as timm's Lookahead, may leave out Optimizer.__init__. It
@@ -65,15 +67,23 @@ def leave(owner: SliceOwner) -> None:
             _LEFT.setdefault(optimizer, WeakIdKeyDictionary()).update(parts)
 
 
-def _parts(owner: SliceOwner) -> dict[nn.Parameter, tuple[int, int]]:
-    """The elements of each parameter that this rank has."""
-    units = owner.units
-    return {p: x for u in units for p, x in zip(u.parameters, u.cut.parts, strict=True)}
+def _parts(owner: SliceOwner) -> dict[nn.Parameter, Any]:
+    """The elements of each parameter that each rank has, as all ranks know them."""
+    return {
+        p: unit.plan.parts(entry)
+        for unit in owner.units
+        for p, entry in zip(unit.parameters, unit.plan.entries, strict=True)
+    }
 
 
-def _left(optimizer: Optimizer) -> dict[nn.Parameter, tuple[int, int]]:
-    """The slices that it still has state of, of parameters that are whole by now."""
-    return {p: x for p, x in _LEFT.get(optimizer, {}).items() if optimizer.state.get(p)}
+def _left(optimizer: Optimizer) -> dict[nn.Parameter, Any]:
+    """The parts of which it still has state, of parameters that are whole by now. Where it looks at
+    whole parameters, other ranks have the state of those that they own."""
+    left = _LEFT.get(optimizer, {})
+    held: Any = optimizer.state
+    if needs_whole(optimizer) and any(held.values()):
+        held = {p: True for group in optimizer.param_groups for p in group["params"]}
+    return {p: x for p, x in left.items() if held.get(p)}
 
 
 _INSTEAD = (
@@ -126,12 +136,17 @@ def _loaded(optimizer: Optimizer) -> None:
     _LEFT.pop(optimizer, None)
     for engine in _owners(optimizer):
         if engine is not None and not engine.closed:
-            keep_slices(optimizer, engine.units)
+            keep_slices(optimizer, engine.units, engine.shards.rank)
 
 
-def keep_slices(optimizer: Optimizer, units: Sequence[Slices]) -> None:
+def keep_slices(optimizer: Optimizer, units: Sequence[Slices], rank: int) -> None:
     """Replace state of whole parameters, from load_state_dict or a step before shard(), by this
-    rank's slices of it. Raises UsageError for state of another shape."""
+    rank's slices of it, or drop what others own. Raises UsageError for state of another shape."""
+    if needs_whole(optimizer):
+        for place in places(optimizer, units, rank):
+            if place.owner != rank:
+                optimizer.state.pop(place.parameter, None)
+        return
     for unit in units:
         cut = unit.cut
         for entry, p, shape, (begin, end) in zip(
@@ -139,14 +154,25 @@ def keep_slices(optimizer: Optimizer, units: Sequence[Slices]) -> None:
         ):
             state = optimizer.state.get(p, {})
             for name, value in list(state.items()):
-                if not isinstance(value, Tensor):
-                    continue
-                if is_per_element(name, value, shape):
-                    state[name] = marked(value.reshape(-1)[begin:end].clone())
-                elif not is_slice(optimizer, name, value, end - begin):
-                    check_single(optimizer, name, value, entry.name)
+                slices = partial(_sliced, optimizer, name, shape, (begin, end), entry.name)
+                state[name] = tree_map_only(Tensor, slices, value)
             if entry.elements and begin == end:
                 optimizer.state.pop(p, None)
+
+
+def _sliced(
+    optimizer: Optimizer,
+    name: str,
+    shape: torch.Size,
+    part: tuple[int, int],
+    parameter: str,
+    value: Tensor,
+) -> Tensor:
+    if is_per_element(name, value, shape):
+        return value.reshape(-1)[slice(*part)].clone()
+    if not is_per_element(name, value, (part[1] - part[0],)):
+        check_single(optimizer, name, value, parameter)
+    return value
 
 
 def gathered(
@@ -156,65 +182,63 @@ def gathered(
     state: dict[Any, Any],
     root: int | None = None,
 ) -> dict[Any, Any]:
-    """`state`, by the parameter's number, with whole tensors in place of slices. With a `root`,
-    the other ranks get meta tensors. Collective."""
-    places = {id(p): (unit, at) for unit in units for at, p in enumerate(unit.parameters)}
+    """`state`, by the parameter's number, with whole tensors in place of slices, of all ranks. With
+    a `root`, the other ranks get meta tensors. Collective."""
+    where = {id(p): (unit, at) for unit in units for at, p in enumerate(unit.parameters)}
     numbered = [p for group in optimizer.param_groups for p in group["params"]]
-    whole, mine, wrong = dict[Any, dict[str, Any]](), list[list[Any]](), ""
+    whole, own, mine, wrong = dict[Any, Any](), dict[int, dict[str, Any]](), list[list[Any]](), ""
     for number, values in state.items():
-        if not (place := places.get(id(numbered[number]))):
+        p = numbered[number]
+        if not (place := where.get(id(p))):
             whole[number] = dict(values)
             continue
-        for name, value in values.items():
-            try:
-                mine.append([number, name, *_described(optimizer, name, value, *place)])
-            except UsageError as e:  # raised on all ranks, of which others may lack this state
-                wrong = wrong or str(e)
-    views: dict[tuple[int, str, str], list[Tensor]] = {}
-    singles: list[list[tuple[Any, str, Tensor]]] = []
+        unit, at = place
+        try:
+            own[id(p)] = flat = flattened(optimizer, values, unit.plan.entries[at].name)
+            for name, value in flat.items():
+                mine.append([number, name, *_described(optimizer, name, value, unit, at)])
+        except UsageError as e:  # raised on all ranks, of which others may lack this state
+            wrong = wrong or str(e)
     every = gather_json(comm, [mine, wrong])
     for _, wrong in every:
         if wrong:
             raise UsageError(wrong)
-    for facts, _ in every:
-        singles.append([])
-        for number, name, dtype, shape, value in facts:
-            unit, at = places[id(numbered[number])]
-            if name in whole.setdefault(number, {}):
+    found: dict[Any, dict[str, Any]] = {}
+    views: dict[tuple[int, str, str], list[Tensor]] = {}
+    for rank, (facts, _) in enumerate(every):
+        singles: list[tuple[dict[str, Any], str]] = []
+        for number, name, dtype, shape, device, value in facts:
+            p, of = numbered[number], found.setdefault(number, {})
+            if name in of:
                 continue
-            if dtype is not None and shape is None:
+            if shape is not None:
+                value = torch.empty(
+                    shape,
+                    dtype=getattr(torch, dtype),
+                    device=device if device == "cpu" else p.device,
+                )
+                if rank == comm.rank:
+                    value.copy_(own[id(p)][name])
+                singles.append((of, name))
+            elif dtype is not None:
+                unit, at = where[id(p)]
                 key = unit.index, name, dtype
                 if key not in views:
-                    views[key] = _gather(comm, unit, optimizer, name, getattr(torch, dtype), root)
+                    views[key] = _gather(comm, unit, own, name, getattr(torch, dtype), root)
                 value = views[key][at]
-            elif dtype is not None:
-                value = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
-                singles[-1].append((number, name, value))
-            whole[number][name] = value
-    for number, name, value in singles[comm.rank]:
-        value.copy_(state[number][name])
-    share(comm, [[value for *_, value in of_rank] for of_rank in singles])
+            of[name] = value
+        for on_host in (True, False):  # what is sent together is on one device
+            broadcast(comm, [of[n] for of, n in singles if of[n].is_cpu == on_host], rank)
+        if root not in (None, comm.rank):
+            for of, name in singles:
+                of[name] = of[name].to("meta")
+    whole |= {number: nested.deep(of) for number, of in found.items()}
     return dict(sorted(whole.items()))
 
 
 def is_per_element(name: str, value: Any, shape: Sequence[int]) -> bool:
     """Whether state has one value for each element of what has that shape."""
     return isinstance(value, Tensor) and name != "step" and (*value.shape,) == (*shape,)
-
-
-def is_slice(optimizer: Optimizer, name: str, value: Any, elements: int) -> bool:
-    """Whether state has one value for each of this rank's elements of a parameter. Where whole
-    parameters are stepped only what is marked has: with a weight of [d, 1], whose slice is [d], go
-    Adafactor's sums of rows, [d], too."""
-    if needs_whole(optimizer):
-        return hasattr(value, _SLICE)
-    return is_per_element(name, value, (elements,))
-
-
-def marked(value: Tensor) -> Tensor:
-    """The same, marked as a slice of state."""
-    setattr(value, _SLICE, True)
-    return value
 
 
 def check_single(optimizer: Optimizer, name: str, value: Tensor, parameter: str) -> None:
@@ -228,51 +252,46 @@ def check_single(optimizer: Optimizer, name: str, value: Tensor, parameter: str)
         )
 
 
-def is_json(value: Any) -> bool:
+def flattened(optimizer: Optimizer, state: dict[str, Any], parameter: str) -> dict[str, Any]:
+    """`nested.flat` of its state of a parameter. Raises UsageError for what cannot be saved."""
     try:
-        json.dumps(value)
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
-def check_json(optimizer: Optimizer, name: str, value: Any, parameter: str) -> None:
-    """Raise UsageError for state that is no tensor, and that no JSON holds."""
-    if not is_json(value):
+        return nested.flat(state)
+    except TypeError as e:
         raise UsageError(
-            f"the {type(optimizer).__name__}'s state {name!r} of parameter {parameter} is a "
-            f"{type(value).__name__} that is not JSON; allowed in what is saved: tensors, and JSON"
-        )
+            f"the {type(optimizer).__name__}'s state of parameter {parameter} cannot be saved: "
+            f"{e}; allowed: {nested.ALLOWED}"
+        ) from e
 
 
 def _described(
     optimizer: Optimizer, name: str, value: Any, unit: Slices, at: int
-) -> tuple[str | None, list[int] | None, Any]:
-    """(dtype, shape, value) as JSON. A tensor has no value, and for each element no shape."""
+) -> tuple[str | None, list[int] | None, str | None, Any]:
+    """(dtype, shape, device, value) as JSON. A tensor has no value, and for each element no
+    shape."""
     if not isinstance(value, Tensor):
-        check_json(optimizer, name, value, unit.plan.entries[at].name)
-        return None, None, value
+        return None, None, None, value
     dtype = str(value.dtype).removeprefix("torch.")
     begin, end = unit.cut.spans[at]
-    if is_slice(optimizer, name, value, end - begin):
-        return dtype, None, None
+    if not needs_whole(optimizer) and is_per_element(name, value, (end - begin,)):
+        return dtype, None, None, None
     check_single(optimizer, name, value, unit.plan.entries[at].name)
-    return dtype, list(value.shape), None
+    return dtype, list(value.shape), value.device.type, None
 
 
 def _gather(
     comm: Communicator,
     unit: Slices,
-    optimizer: Optimizer,
+    states: dict[int, dict[str, Any]],
     name: str,
     dtype: torch.dtype,
     root: int | None,
 ) -> list[Tensor]:
-    """State `name` of the unit's parameters, in their shapes; zeros where a rank has none."""
+    """State `name` of the unit's parameters, in their shapes; zeros where a rank has none.
+    `states`: this rank's, by the parameter's id."""
     own = torch.zeros(unit.plan.shard, dtype=dtype, device=unit.parameters[0].device)
     for p, (begin, end) in zip(unit.parameters, unit.cut.spans, strict=True):
-        value = optimizer.state.get(p, {}).get(name)
-        if is_slice(optimizer, name, value, end - begin):
+        value: Any = states.get(id(p), {}).get(name)
+        if is_per_element(name, value, (end - begin,)):
             own[begin:end] = value
     here = root in (None, comm.rank)
     full = own.new_empty(unit.plan.padded, device=own.device if here else "meta")

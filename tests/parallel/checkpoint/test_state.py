@@ -201,11 +201,12 @@ def test_loaded_state_is_on_the_devices_torch_uses(
     optimizer.state[model.w].update(single_values(comm.rank, model.w) | {"step": torch.tensor(2.0)})
     ringdp.save(tmp_path, engine, optimizer)
     there = [piece._replace(rest=piece.rest.to("meta")) for piece in pieces(engine)]
-    for read in planned(read_index(tmp_path), engine, [optimizer], there).reads:
+    plan = planned(read_index(tmp_path), engine, [optimizer], there)
+    for read in plan.reads:
         if read.key.startswith("optimizer/"):
             read.put(torch.ones(read.end - read.begin))
     engine.close()
-    found = {name: value.device.type for name, value in optimizer.state[model.w].items()}
+    found = {name: value.device.type for name, value in plan.kept[0].state.items()}
     assert found == {"d": "meta", "mu": "meta", "each": "meta", "step": step}
 
 

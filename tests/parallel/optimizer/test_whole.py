@@ -4,11 +4,9 @@ bits, and the same state, in every stage and with any number of ranks."""
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +15,6 @@ from torch import Tensor, nn
 
 import ringdp
 from ringdp import CheckpointError, Communicator, Engine, Offload, UsageError
-from ringdp.parallel.layout import layout
-from ringdp.parallel.optimizer.whole import Exchange, _owners, _places
 from tests.equal import equal
 from tests.parallel.small import COMPUTE_IN_FLOAT64, batch, loss, net, step, whole_parameters
 from tests.ranks import on_ranks
@@ -168,7 +164,7 @@ def test_objects_that_only_the_owner_has_are_not_saved(comm: Communicator, tmp_p
     train(engine.model, optimizer, 0)
     for save in (state_of, partial(ringdp.save, tmp_path)):
         with pytest.raises(
-            (UsageError, CheckpointError), match=r"'of' of parameter 2\.bias is a Sh"
+            (UsageError, CheckpointError), match=r"of parameter 2\.bias .*'of' has a Sh"
         ):
             save(engine, optimizer)
     engine.close()
@@ -301,35 +297,3 @@ def test_zero_redundancy_optimizer_gives_the_bits_of_the_whole_one(
     with pytest.raises(ZeroDivisionError):
         optimizer.step()
     assert equal(made.parameters(), twin.parameters())
-
-
-def test_state_on_another_device_moves_with_the_rest() -> None:
-    """As Adafactor's step, which is on the CPU, of a parameter that is not."""
-    given: list[Tensor] = []
-    comm: Any = SimpleNamespace(size=1, all_to_all_v=lambda _, sent, *sizes: given.append(sent))
-    exchange = Exchange(comm, torch.device("meta"))
-    exchange.send(0, torch.ones(2, 3, device="meta"))
-    exchange.send(0, torch.tensor(1.0))
-    exchange.run()
-    assert given[0].is_meta
-    assert given[0].shape == (7 * 4,)
-
-
-def test_owners_step_about_as_many_elements() -> None:
-    """Of 12 layers whose matrices lie on one to three of eight ranks."""
-    sizes = [
-        (f"{i}", [("qkv", 3 * 4096), ("out", 4096), ("up", 16384), ("down", 16384)])
-        for i in range(12)
-    ]
-    units = [
-        SimpleNamespace(plan=plan, parameters=ps, cut=SimpleNamespace(shapes=[p.shape for p in ps]))
-        for plan in layout(sizes, 8)
-        for ps in [[nn.Parameter(torch.empty(e.elements)) for e in plan.entries]]
-    ]
-    optimizer = Centred(p for unit in units for p in unit.parameters)
-    places = _places(units, optimizer, 0)
-    load = Counter[int]()
-    for place, owner in zip(places, _owners(places, 8), strict=True):
-        assert owner in place.parts
-        load[owner] += place.shape.numel()
-    assert max(load.values()) <= 1.25 * sum(load.values()) / 8
