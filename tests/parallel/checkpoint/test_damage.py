@@ -153,6 +153,10 @@ MISMATCHED = {
     "state that is single": put("tensors", STATE, "single", value=[]),
     "single values that are two": put("tensors", SINGLE, "single", value=[2]),
     "state of each that was single": put("tensors", SINGLE, "single", value=None),
+    "state that is not packed": put("scalars", "optimizer/x/0.weight", value=[[0, 81, 3]]),
+    "state that names no tensor": put(
+        "scalars", "optimizer/x/0.weight", value=[[0, 81, {"list": [{"tensor": "x[0]"}]}]]
+    ),
     "state of another dtype": put("tensors", STATE, "dtype", value="int32"),
     "a rate that is text": put("groups", 0, "options", "lr", value="abc"),
     "no rate": put("groups", 0, "options", "lr", value=None),
