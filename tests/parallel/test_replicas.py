@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,20 +68,22 @@ def test_gradients_are_summed_over_a_replica_then_over_replicas(
             assert not comm.closed
 
 
+def muon_and_adamw(model: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+    named = dict(model.named_parameters())
+    matrices, others = ([p for n, p in named.items() if kind in n] for kind in ("weight", "bias"))
+    return torch.optim.Muon(matrices, lr=0.1), torch.optim.AdamW(others, lr=0.1)
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @on_ranks(N)
-def test_all_else_is_as_in_one_process(comm: Communicator, stage: int) -> None:
+def test_all_else_is_as_in_one_process(comm: Communicator, stage: int, tmp_path: Path) -> None:
     """Of equal batches, whose average is exact: two kinds of optimizers, accumulation, clipping by
-    torch and by ringdp, a scaled loss, norms, and the optimizers' state."""
+    torch and by ringdp, a scaled loss, norms, the optimizers' state, and a checkpoint."""
     twin, model = small.net(), small.net()
     engine = ringdp.shard(model, stage=stage, shard_size=2, comm=comm)
     scaler, last = ringdp.LossScaler(engine), list[Any]()
     for m in (twin, model):
-        matrices, others = ([p for p in m.parameters() if p.dim() == d] for d in (2, 1))
-        if m is model:  # which has slices
-            matrices = [p for n, p in m.named_parameters() if "weight" in n]
-            others = [p for n, p in m.named_parameters() if "bias" in n]
-        optimizers = torch.optim.Muon(matrices, lr=0.1), torch.optim.AdamW(others, lr=0.1)
+        optimizers = muon_and_adamw(m)
         for seed in range(3):
             m.zero_grad()
             small.loss(m, seed).backward()
@@ -98,11 +101,17 @@ def test_all_else_is_as_in_one_process(comm: Communicator, stage: int) -> None:
         last.append((norm, optimizers))
     (norm, exact), (found, ours) = last
     torch.testing.assert_close(found, norm)
-    with engine.full_parameters():
-        assert equal(model.parameters(), twin.parameters())
-        for a, b in zip(exact, ours, strict=True):
-            torch.testing.assert_close(b.state_dict()["state"], a.state_dict()["state"])
-    engine.close()
+    ringdp.save(tmp_path, engine, ours)
+    other = small.net(seed=1)
+    alone = ringdp.shard(other, stage=stage, shard_size=1, comm=comm)
+    optimizers = muon_and_adamw(other)
+    ringdp.load(tmp_path, alone, optimizers)
+    for one, net, theirs in ((engine, model, ours), (alone, other, optimizers)):
+        with one.full_parameters():
+            assert equal(net.parameters(), twin.parameters())
+            for a, b in zip(exact, theirs, strict=True):
+                torch.testing.assert_close(b.state_dict()["state"], a.state_dict()["state"])
+        one.close()
 
 
 def test_gloo_gives_the_bits_of_shared_memory(ranks):
