@@ -333,6 +333,6 @@ def test_listing_a_communicator_in_a_stopped_store_times_out() -> None:
     stopped = Stopped()
     try:
         with pytest.raises(ringdp.CollectiveTimeout, match=r"timeout of 0\.2 s"):
-            _Connector(stopped, 0, "whole", "c10d", None)("name", [0], 0.2, None)
+            _Connector(stopped, 0, 1, "whole", "c10d", None)("name", [0], 0.2, None)
     finally:
         stopped.goes_on.set()
