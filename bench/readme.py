@@ -257,6 +257,18 @@ def muon_step() -> str:
     return _steps(load("muon_step"), "FSDP2 over gloo")
 
 
+def replicas() -> str:
+    """Steps on two hosts, from `python -m bench.replicas`."""
+    found = load("replicas")
+    lines = []
+    for row in found["steps"]:
+        cells = [f"{row[name]:,.0f}" for name in ("min", "median", "max", "mb")]
+        lines.append([row["name"], *cells, *(f"{ratio:.2f}" for ratio in row["by"].values())])
+    model = f"{found['parameters']:,} parameters, 2 hosts of 2 ranks, {found['rate']}/s"
+    others = ("/ FSDP2", "/ FSDP2 with replicas")
+    return markdown([model, "min, ms", "median", "max", "MB a host sends", *others], lines)
+
+
 def _steps(found: dict[str, Any], peer: str) -> str:
     others = [f"/ {other}" for other in ("one process alone", peer, "the same, freed memory kept")]
     model = f"{found['parameters']:,} parameters, {found['ranks']} ranks"
@@ -284,7 +296,18 @@ PARTS: dict[str, Callable[[], str]] = {
     part.__name__: part
     for part in (
         *(best, stages, machines, all_reduce, contenders, plots, ratios, small, guard),
-        *(ddp_step, zero_step, muon_step, torch_backend, link, plan, trace, error, cpu_kernels),
+        *(
+            ddp_step,
+            zero_step,
+            muon_step,
+            replicas,
+            torch_backend,
+            link,
+            plan,
+            trace,
+            error,
+            cpu_kernels,
+        ),
         *(kernels, nccl, peer_memory),
     )
 }

@@ -5,8 +5,8 @@
 The hosts are those of `bench.hosts`, with RANKS ranks each, and RATE both ways between them. All
 train the GPT of `bench.ddp_step` with AdamW, and gather and free a block at a time: ringdp's stage
 3 over gloo, and torch's FSDP2 over gloo, each with all ranks holding one model, and with a replica
-on each host (whose ranks, in ringdp, then share memory). The ways take turns in one job. `mb` is
-what a host sends in a step, as its end of the cable counts it.
+on each host (whose ranks, in ringdp, then share memory). The ways take turns in one job, which
+keeps freed memory. `mb` is what a host sends in a step, as its end of the cable counts it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ringdp.cli import gpt
 from ringdp.cli.bench.machine import describe
 from ringdp.cli.files import write_json
 
-RANKS, RATE, ROUNDS, LONGEST = 2, "1gbit", 12, 1800.0  # of a host; s that all may take
+RANKS, RATE, ROUNDS, LONGEST = 2, "1 Gbit", 12, 1800.0  # of a host; s that all may take
 FSDP2, REPLICAS = "FSDP2 over gloo", ", a replica on each host"
 WAYS = ("stage 3", f"stage 3{REPLICAS}", FSDP2, f"{FSDP2}{REPLICAS}")
 
@@ -45,7 +45,7 @@ def main() -> None:
     if "RANK" in os.environ:
         write_json(arguments.json if os.environ["RANK"] == "0" else None, train(arguments.rounds))
         return
-    with tempfile.TemporaryDirectory() as at, two_hosts(RATE) as hosts:
+    with tempfile.TemporaryDirectory() as at, two_hosts(RATE.replace(" ", "").lower()) as hosts:
         path = Path(at) / "found.json"
         asked = ["-m", "bench.replicas", "--rounds", f"{arguments.rounds}", "--json", f"{path}"]
         nodes = [torchrun(host, RANKS, asked, Path(at)) for host in hosts]

@@ -40,7 +40,7 @@ RUNS: dict[str, Options] = {
 }
 
 MODULES = (
-    *("small", "guard", "ddp_step", "zero_step", "muon_step"),
+    *("small", "guard", "ddp_step", "zero_step", "muon_step", "replicas"),
     *("torch_backend", "trace", "plan", "link"),
 )
 OTHERS: dict[str, str] = {  # python's arguments but `--json FILE`
