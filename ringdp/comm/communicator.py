@@ -123,6 +123,14 @@ class Communicator(Reductions, Moves, Messages, Named):
         """Make errors show units[tag] as the unit of a collective."""
         self._guard.units = units
 
+    def end_with(self, *others: Communicator) -> None:
+        """Once one of these has failed on this rank, so have all: ranks that share others with it
+        would wait for it there. Their calls raise the same error."""
+        together = Living[Guard]()
+        for each in (self, *others):
+            together.add(each._guard)
+            each._guard.together = together
+
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """Return a communicator of the ranks that pass the same `color`, or None if color is None.
 
@@ -219,6 +227,7 @@ class Communicator(Reductions, Moves, Messages, Named):
         self.closed = True
         recorder.leave(self)
         self._siblings.discard(self._transport)
+        self._guard.together.discard(self._guard)
         self._transport.close()
 
     def __enter__(self) -> Communicator:

@@ -20,6 +20,7 @@ from ringdp.errors import CollectiveTimeout, CommunicationError
 from ringdp.transport.base import ERRORS, MESSAGE, Failure, FailureKind, Stamp, Transport
 from ringdp.transport.records import CALLS, SILENT, Call, Observed
 from ringdp.transport.store.processes import has_ended, process_state
+from ringdp.transport.threads import Living
 
 log = logging.getLogger("ringdp")
 
@@ -42,13 +43,14 @@ class Guard:
         self.transport, self.warn_after, self.duplicates = transport, warn_after, duplicates
         self.ranks = ranks
         self.units: Sequence[str] = ()  # names of units by tag
+        self.together = Living[Guard]()  # once this communicator has failed, theirs have
         # Only copies are raised: a traceback would keep the callers' frames and tensors alive.
         self.error: CommunicationError | None = None
 
     def check(self, call: Call) -> None:
         """Raises the transport's failure, if it has failed."""
         if self.error is None and (failure := self.transport.failure()):
-            self.error = self._error(call, failure)
+            self._end(self._error(call, failure))
         if self.error is not None:
             raise copy(self.error)
 
@@ -91,11 +93,12 @@ class Guard:
         seen = self.transport.survey()
         self._compare(call, seen)
         self.transport.fail(FailureKind.TIMEOUT, self.transport.rank)
-        self.error = CollectiveTimeout(
+        error = CollectiveTimeout(
             f"{self._waits(call)} until the timeout of {waited:g} s; {self._missing(call, seen)}\n"
             f"{self._table(seen)}"
         )
-        raise copy(self.error)
+        self._end(error)
+        raise copy(error)
 
     def check_closing(self, issued: int) -> None:
         """Raises a known failure of the `issued` collectives on other ranks that no call raised."""
@@ -109,6 +112,13 @@ class Guard:
             if self._died_before(r, issued):
                 self.transport.fail(FailureKind.LOST, r)
                 self.check(last)
+
+    def _end(self, error: CommunicationError) -> None:
+        self.error = error
+        for each in self.together:
+            if each.error is None:
+                each.error = error
+                each.transport.fail(FailureKind.ABORTED, each.transport.rank)
 
     def _died_before(self, rank: int, issued: int) -> bool:
         """Return whether the rank's process ended before it finished `issued` collectives."""

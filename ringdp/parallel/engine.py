@@ -77,6 +77,8 @@ class Engine:
         self.gathering = Gathering(units, self.groups, duplicate(), prefetch_bytes, turns, kept)
         for each in filter(None, (self.reducing.comm, self.gathering.comm, ranks.replicas)):
             each.name_tags([unit.plan.name or "root" for unit in units])
+        if ranks.replicas:  # a rank that dies is in some of them, but all ranks wait for it
+            ranks.replicas.end_with(ranks.shards, self.reducing.comm, self.gathering.comm)
         self._unmanaged = Unmanaged(model, units)
 
         self._writes = True  # whether full_parameters keeps what is written
