@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup, get_process_group_ranks, get_world_size, group
+from torch.distributed import ProcessGroup, get_process_group_ranks, get_rank, get_world_size, group
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringdp.comm import Communicator, communicator_of
@@ -44,13 +44,17 @@ def with_replicas(ranks: Any, mesh: Any) -> tuple[Any, Any, int | None]:
             )
         return ranks, mesh._flatten(), mesh.size(1)
     if isinstance(ranks, tuple):
+        if [isinstance(each, ProcessGroup) for each in ranks] != [True, True]:
+            raise UsageError(f"process_group={ranks!r}; allowed: two groups, shards and replicas")
         shards, replicas = map(get_process_group_ranks, ranks)
-        first, size = shards[0], len(shards)
-        aligned = shards == [*range(first, first + size)] and first % size == 0
-        if not aligned or size * len(replicas) != get_world_size():
+        rank, world, size = get_rank(), get_world_size(), len(shards)
+        replica, shard = divmod(rank, size)
+        consecutive = shards == [*range(replica * size, (replica + 1) * size)]
+        if not consecutive or replicas != [*range(shard, world, size)]:
             raise UsageError(
-                f"process_group of shards {shards} and replicas {replicas}; allowed: the first of "
-                f"consecutive ranks, both together all {get_world_size()}"
+                f"process_group of shards {shards} and replicas {replicas} on rank {rank}; allowed:"
+                " the first of consecutive ranks, the second of those that have the same shard, "
+                f"both together all {world}"
             )
         return group.WORLD, mesh, size
     return ranks, mesh, None

@@ -102,7 +102,7 @@ def fully_shard(
     stage = _stage(live, asked, reshard_after_forward)
     inner: list[Any] = [*within.values()]
     comm, mesh, shard_size = with_replicas(comm, mesh)
-    ranks = take_in(live.values(), whole, comm, mesh)
+    ranks = take_in(live.values(), whole, comm, mesh, shard_size)
     engine = shard(
         whole,
         stage=stage,
@@ -166,20 +166,28 @@ def take_in(
     model: nn.Module,
     ranks: Communicator | ProcessGroup | None,
     mesh: Any = None,
+    shard_size: int | None = None,
     device: torch.device | None = None,
 ) -> Communicator:
     """Close the engines of modules sharded before, and make these whole. Returns the communicator
     for the model with them (see `move_to_ranks`). Collective."""
     before: dict[Communicator, None] = {}
+    sizes = set[int]()
     for m in inner:
         if not m.engine.closed:
             before[m.engine.comm] = None
+            sizes.add(m.engine.shards.size)
             with m.engine.full_parameters():
                 m.engine.close()
             _TAKEN_IN.add(m.engine)
     comm = move_to_ranks(model, ranks, mesh, device)
     before.pop(comm, None)
     _check_same(before, comm)
+    if others := sizes - {shard_size or comm.size}:
+        raise UsageError(
+            f"modules within were sharded over each {min(others)} of {comm.size} ranks, the model "
+            f"is over each {shard_size or comm.size}; allowed: the same mesh or groups in all calls"
+        )
     return comm
 
 
