@@ -261,7 +261,8 @@ def test_ranks_without_shared_memory_are_shown(without_shared_memory, capsys):
         assert main(["doctor", *which]) == 0
         heading, verdict, _, first, second = capsys.readouterr().out.splitlines()
         at = f"the store at 127.0.0.1:{server.port}, as 1.1"
-        assert heading == f"communicator 1 of 1, at {at}: 2 ranks"
+        pid = os.getpid()  # has introduced both
+        assert heading == f"communicator 1 of 1, at {at}: 2 ranks, of processes {pid}, {pid}"
         assert verdict == "collective #0: rank 1 has not called it"
         call = r"all_reduce #0 \(float32, sum\) of 10  1      rank 1     \d+\.\d s  train.py:40"
         assert re.match(rf"0     {call}  none$", first)

@@ -141,7 +141,10 @@ def _show(found: list[Seen], console: Console) -> int:
         if observed is None:
             say(console, f"{heading}: {problem}")
             continue
-        lines = [f"{heading}: {observed.ranks} ranks", *_verdicts(observed, failed)]
+        records = [observed.record(rank) for rank in range(observed.ranks)]
+        pids = ", ".join(str(r.pid) if r and r.pid > 0 else "unknown" for r in records)
+        heading += f": {observed.ranks} ranks, of processes {pids}"
+        lines = [heading, *_verdicts(observed, failed)]
         say(console, "\n".join(lines))
         headings, *rows = cells(observed)
         made = folding(*headings)

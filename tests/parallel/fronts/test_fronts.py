@@ -260,8 +260,8 @@ def test_replicas_have_the_bits_of_torchs(comm: Communicator) -> None:
             (lambda: fsdp_1(net(), groups[:1] * 2, hybrid), r"\[., .\] on rank .*the same shard"),
             (lambda: fsdp_1(net(), groups[:1], hybrid), "allowed: two groups"),
             (lambda: fronts.fully_shard(net(), comm=(comm, comm)), "allowed: two groups"),
-            (lambda: wrapped_blocks(mesh, None), "over each 2 of 4 ranks, the model is over each 4"),
-            (lambda: wrapped_blocks(None, mesh), "over each 4 of 4 ranks, the model is over each 2"),
+            (lambda: wrapped_blocks(mesh, None), "over each 2 of 4 .* over each 4;"),
+            (lambda: wrapped_blocks(None, mesh), "over each 4 of 4 .* over each 2;"),
             (lambda: fsdp_1(net(), groups, "FULL_SHARD"), "FULL_SHARD with .*allowed: a pair"),
             (lambda: fsdp_1(net(), groups[0], hybrid), "HYBRID_SHARD with .*allowed: a pair"),
             (lambda: fronts.fully_shard(net(), mesh=DeviceMesh("cpu", [[0, 2], [1, 3]])), "ascend"),
@@ -270,11 +270,11 @@ def test_replicas_have_the_bits_of_torchs(comm: Communicator) -> None:
                 wrap()
 
 
-def wrapped_blocks(mesh: DeviceMesh | None, models: DeviceMesh | None) -> nn.Module:
+def wrapped_blocks(mesh: DeviceMesh | None, outer: DeviceMesh | None) -> nn.Module:
     model = net()
     for block in model:
         fronts.fully_shard(block, mesh=mesh)
-    return fronts.fully_shard(model, mesh=models)
+    return fronts.fully_shard(model, mesh=outer)
 
 
 @on_ranks(2)
