@@ -137,10 +137,16 @@ def _check_groups(index: Index, optimizer: str | None, groups: list[dict[str, An
         )
     for number, (group, saved) in enumerate(zip(groups, index.groups, strict=True)):
         for option, value in saved["options"].items():
-            if not _fits(group["options"].get(option), value):
+            own = group["options"].get(option)
+            if option == "caution" and bool(own) != bool(value):  # needs_whole would change
+                raise CheckpointError(
+                    f"the checkpoint has caution = {value} for parameter group {number}, and the "
+                    f"optimizer here {own}: set it alike before the load"
+                )
+            if not _fits(own, value):
                 raise CheckpointError(
                     f"the checkpoint has {option} = {value!r} for parameter group {number}, and "
-                    f"the optimizer here {group['options'][option]!r}, which is of another kind"
+                    f"the optimizer here {own!r}, which is of another kind"
                 )
 
 

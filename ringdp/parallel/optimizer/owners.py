@@ -39,6 +39,20 @@ class Place(NamedTuple):
 _PLACES = WeakKeyDictionary[Optimizer, dict[int, Place]]()  # by the parameter's id
 
 
+def may_have_state(optimizer: Optimizer) -> bool:
+    """Whether owners may, for all that this rank knows: then they are known, on all ranks."""
+    return optimizer in _PLACES
+
+
+def drop(optimizer: Optimizer, others: Sequence[nn.Parameter]) -> None:
+    """It has no state here of these, which other ranks own. If that leaves none, an empty one stays
+    instead: torch's set_optimizer_state_dict steps an optimizer that has none, on that rank."""
+    for p in others:
+        optimizer.state.pop(p, None)
+    if others and not optimizer.state:
+        optimizer.state[others[0]] = {}
+
+
 def places(optimizer: Optimizer, units: Sequence[Slices], rank: int) -> list[Place]:
     """Of its parameters in these units, in the same order on all ranks; `rank` is this one.
 

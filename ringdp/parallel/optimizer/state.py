@@ -25,18 +25,20 @@ from ringdp.parallel import nested
 from ringdp.parallel.cut import SliceOwner, Slices
 from ringdp.parallel.guards import sliced
 from ringdp.parallel.optimizer.kinds import needs_whole
-from ringdp.parallel.optimizer.owners import places
+from ringdp.parallel.optimizer.owners import drop, may_have_state, places
 from ringdp.parallel.replicas import broadcast, gather_json
 
 _TAKEN = WeakKeyDictionary[Optimizer, WeakSet[SliceOwner]]()  # whose slices each steps
+_WHOLE = WeakKeyDictionary[Optimizer, bool]()  # whether its state is of whole parameters
 # These keep state of slices, where parameters are whole by now: a WeakIdKeyDictionary of `_parts`.
 _LEFT = WeakKeyDictionary[Optimizer, Any]()
 
 
 def take(optimizer: Optimizer, owner: SliceOwner) -> None:
     """It steps slices of `owner`: from now on its state_dict is of whole parameters. State that it
-    has of whole parameters is sliced; raises UsageError for state that cannot be, and for state of
-    other slices."""
+    has of whole parameters is sliced; raises UsageError for state that cannot be, for state of
+    other slices, and if it looks at whole parameters now and did not before, or the reverse."""
+    _check_looks(optimizer)
     if owner in _TAKEN.get(optimizer, ()):
         return
     parts = _parts(owner)
@@ -78,12 +80,24 @@ def _parts(owner: SliceOwner) -> dict[nn.Parameter, Any]:
 
 def _left(optimizer: Optimizer) -> dict[nn.Parameter, Any]:
     """The parts of which it still has state, of parameters that are whole by now. Where it looks at
-    whole parameters, other ranks have the state of those that they own."""
+    whole parameters, other ranks may have the state."""
     left = _LEFT.get(optimizer, {})
     held: Any = optimizer.state
-    if needs_whole(optimizer) and any(held.values()):
+    if may_have_state(optimizer):
         held = {p: True for group in optimizer.param_groups for p in group["params"]}
     return {p: x for p, x in left.items() if held.get(p)}
+
+
+def _check_looks(optimizer: Optimizer) -> None:
+    """Raise UsageError if it looks at whole parameters now and did not before, or the reverse."""
+    whole = needs_whole(optimizer)
+    if _WHOLE.setdefault(optimizer, whole) != whole:
+        now, before = ("whole parameters", "slices")[:: 1 if whole else -1]
+        raise UsageError(
+            f"the {type(optimizer).__name__} looks at {now} now, and has state for {before}: its "
+            "caution or needs_whole_parameters has changed. Change it back, take the state_dict() "
+            "within full_parameters(), change it again, and let it load that"
+        )
 
 
 _INSTEAD = (
@@ -113,6 +127,7 @@ def _saved(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
                 "slices. Use ringdp.save and ringdp.load, which take the optimizer, too, or call "
                 "it within full_parameters(), on every rank"
             )
+        _check_looks(optimizer)
         state = state | {"state": gathered(engine.shards, engine.units, optimizer, state["state"])}
     return state
 
@@ -130,10 +145,12 @@ def clear(optimizer: Optimizer) -> None:
     """It has no state from now on, of slices neither."""
     optimizer.state.clear()
     _LEFT.pop(optimizer, None)
+    _WHOLE.pop(optimizer, None)
 
 
 def _loaded(optimizer: Optimizer) -> None:
     _LEFT.pop(optimizer, None)
+    _WHOLE.pop(optimizer, None)
     for engine in _owners(optimizer):
         if engine is not None and not engine.closed:
             keep_slices(optimizer, engine.units, engine.shards.rank)
@@ -143,9 +160,9 @@ def keep_slices(optimizer: Optimizer, units: Sequence[Slices], rank: int) -> Non
     """Replace state of whole parameters, from load_state_dict or a step before shard(), by this
     rank's slices of it, or drop what others own. Raises UsageError for state of another shape."""
     if needs_whole(optimizer):
-        for place in places(optimizer, units, rank):
-            if place.owner != rank:
-                optimizer.state.pop(place.parameter, None)
+        if may_have_state(optimizer) or any(optimizer.state.values()):
+            found = places(optimizer, units, rank)
+            drop(optimizer, [place.parameter for place in found if place.owner != rank])
         return
     for unit in units:
         cut = unit.cut

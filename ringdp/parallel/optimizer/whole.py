@@ -18,10 +18,11 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from ringdp.comm import Communicator
+from ringdp.errors import UsageError
 from ringdp.parallel.cut import Slices
 from ringdp.parallel.exchange import Exchange
 from ringdp.parallel.guards.computed import set_data
-from ringdp.parallel.optimizer.owners import Place, places
+from ringdp.parallel.optimizer.owners import Place, drop, places
 
 PIECE = 32 << 20  # bytes of whole parameters that one exchange moves; a larger one goes alone
 
@@ -39,7 +40,8 @@ class WholeStep:
     gradient elsewhere. `end` it after the step; `undo` it if the step raised."""
 
     def __init__(self, comm: Communicator, units: Sequence[Slices], optimizer: Optimizer) -> None:
-        """Collective. All ranks must have gradients of the same parameters."""
+        """Collective. All ranks must have gradients of the same parameters. Raises UsageError for
+        state of what others own."""
         self.comm, self.optimizer = comm, optimizer
         found = places(optimizer, units, comm.rank)
         self.loans = {
@@ -47,6 +49,13 @@ class WholeStep:
             for place in found
             if comm.rank in place.parts and (p := place.parameter).grad is not None
         }
+        _check_state(optimizer, found, comm.rank)
+        self.others = [place.parameter for place in found if place.owner != comm.rank]
+        self.slices = [  # stepped as such, they get no state
+            place.parameter
+            for place in found
+            if id(place.parameter) not in self.loans and not optimizer.state.get(place.parameter)
+        ]
         self.stay = [loan for loan in self.loans.values() if len(loan.place.parts) == 1]
         self.pieces = _pieces(place for place in found if len(place.parts) > 1)
         for place, *own in self.stay:
@@ -60,9 +69,7 @@ class WholeStep:
                 values.copy_(p.data.reshape(-1))
             _set(p, values, gradient)
         self._move(self._return)
-        for loan in self.loans.values():
-            if loan.place.owner != self.comm.rank:  # it may keep some of those without a gradient
-                self.optimizer.state.pop(loan.place.parameter, None)
+        self._forget()
 
     def undo(self, *, again: bool) -> None:
         """Every rank has slices again, with the values from before the step. But what lies on one
@@ -71,6 +78,12 @@ class WholeStep:
         see."""
         for loan in self.loans.values():
             _set(loan.place.parameter, loan.values, loan.gradient if again else None)
+        self._forget()
+
+    def _forget(self) -> None:
+        for p in self.slices:
+            self.optimizer.state.pop(p, None)
+        drop(self.optimizer, self.others)
 
     def _move(self, act: Callable[[Loan, Exchange], tuple[Tensor, Tensor | None]]) -> None:
         """What lies on several ranks gets the values and the gradient that `act` returns, once
@@ -105,6 +118,18 @@ class WholeStep:
                 exchange.send(rank, part)
         exchange.receive(place.owner, values)
         return values, gradient
+
+
+def _check_state(optimizer: Optimizer, places: Iterable[Place], rank: int) -> None:
+    """Raise UsageError for state of what others own: the next `_forget` would drop it."""
+    for place in places:
+        if place.owner != rank and optimizer.state.get(place.parameter):
+            raise UsageError(
+                f"the {type(optimizer).__name__} steps whole parameters, and has state, made "
+                f"between its steps, of this rank's flat slice of one of shape {[*place.shape]}, "
+                f"whose state is on rank {place.owner}. What wraps it, as Lookahead does, must "
+                "keep its own state elsewhere"
+            )
 
 
 def _set(p: nn.Parameter, values: Tensor, gradient: Tensor | None) -> None:
