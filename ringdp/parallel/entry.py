@@ -139,7 +139,7 @@ def _check(value: object, allowed: Any, name: str) -> None:
 
 
 def _check_shard_size(size: int, stage: Stage, comm: Communicator) -> None:
-    if size < 1 or comm.size % size:
+    if type(size) is not int or size < 1 or comm.size % size:
         fit = [n for n in range(1, comm.size + 1) if comm.size % n == 0]
         raise UsageError(f"shard_size is {size!r}, over {comm.size} ranks; allowed: {fit}")
     if size < comm.size and not stage.slices:

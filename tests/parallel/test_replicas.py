@@ -124,7 +124,7 @@ def test_gloo_gives_the_bits_of_shared_memory(ranks):
 
 @on_ranks(N)
 def test_wrong_sizes_are_refused(comm: Communicator) -> None:
-    for size in (0, -1, 3, 8):
+    for size in (0, -1, 3, 8, True):
         with pytest.raises(UsageError, match=rf"shard_size is {size}.*allowed: \[1, 2, 4\]"):
             ringdp.shard(small.net(), stage=3, shard_size=size, comm=comm)
     with pytest.raises(UsageError, match=r"shard_size='2'\): allowed: int or None"):

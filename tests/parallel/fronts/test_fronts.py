@@ -11,14 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffload,
     CPUOffloadPolicy,
     MixedPrecision,
     MixedPrecisionPolicy,
     ShardingStrategy,
-    fully_shard,
 )
 from torch.distributed.fsdp.wrap import (
     ModuleWrapPolicy,
@@ -225,56 +224,6 @@ def test_fronts_take_torchs_groups_and_meshes(comm: Communicator) -> None:
                 fronts.fully_shard(net(), mesh=wrong)
     with pytest.raises(ModelError, match="give one"):
         fronts.fully_shard(net(), mesh=mesh, comm=comm)
-
-
-@on_ranks(4)
-def test_replicas_have_the_bits_of_torchs(comm: Communicator) -> None:
-    """Of a mesh, of two groups, and of torchrun's hosts: torch's classes over gloo sum in the same
-    order, as two ranks do."""
-    gloo()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
-    groups = mesh.get_group("shards"), mesh.get_group("replicas")
-    torchs = net()
-    fully_shard(torchs, mesh=mesh)
-    exact = train(comm, torchs, torch.optim.AdamW(torchs.parameters()))
-    hybrid, zero_2 = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rendezvous, "_worlds", [])
-        patch.setenv("LOCAL_WORLD_SIZE", "2")
-        for stage, wrap in (
-            (3, lambda: fronts.fully_shard(net(), mesh=mesh)),
-            (3, lambda: fronts.fully_shard(net(), comm=groups)),
-            (3, lambda: wrapped_blocks(mesh, mesh)),
-            (3, lambda: fronts.FullyShardedDataParallel(net(), None, hybrid)),
-            (2, lambda: fronts.FullyShardedDataParallel(net(), groups, zero_2)),
-            (3, lambda: fronts.FullyShardedDataParallel(net(), None, hybrid, device_mesh=mesh)),
-        ):
-            model = wrap()
-            engine = model.engine
-            assert (engine.stage.number, engine.shards.size) == (stage, 2)
-            assert train(comm, model, torch.optim.AdamW(model.parameters())) == exact
-            engine.close()
-        fsdp_1 = fronts.FullyShardedDataParallel
-        for wrap, message in (
-            (lambda: fsdp_1(net(), groups[::-1], hybrid), r"shards \[., .\] and replicas \[., .\]"),
-            (lambda: fsdp_1(net(), groups[:1] * 2, hybrid), r"\[., .\] on rank .*the same shard"),
-            (lambda: fsdp_1(net(), groups[:1], hybrid), "allowed: two groups"),
-            (lambda: fronts.fully_shard(net(), comm=(comm, comm)), "allowed: two groups"),
-            (lambda: wrapped_blocks(mesh, None), "over each 2 of 4 .* over each 4;"),
-            (lambda: wrapped_blocks(None, mesh), "over each 4 of 4 .* over each 2;"),
-            (lambda: fsdp_1(net(), groups, "FULL_SHARD"), "FULL_SHARD with .*allowed: a pair"),
-            (lambda: fsdp_1(net(), groups[0], hybrid), "HYBRID_SHARD with .*allowed: a pair"),
-            (lambda: fronts.fully_shard(net(), mesh=DeviceMesh("cpu", [[0, 2], [1, 3]])), "ascend"),
-        ):
-            with pytest.raises(UsageError, match=message):
-                wrap()
-
-
-def wrapped_blocks(mesh: DeviceMesh | None, outer: DeviceMesh | None) -> nn.Module:
-    model = net()
-    for block in model:
-        fronts.fully_shard(block, mesh=mesh)
-    return fronts.fully_shard(model, mesh=outer)
 
 
 @on_ranks(2)

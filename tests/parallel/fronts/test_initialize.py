@@ -330,17 +330,6 @@ def test_a_scheduler_of_a_given_optimizer_is_accepted():
     engine.engine.close()
 
 
-@on_ranks(4)
-def test_mics_makes_replicas(comm: Communicator) -> None:
-    for size, shards in ((2, 2), (-1, 4)):
-        zero = {"stage": 3, "mics_shard_size": size, "mics_hierarchical_params_gather": False}
-        config = NAMED | {"zero_optimization": zero}
-        engine, *_ = fronts.initialize(model=net(), config=config, comm=comm)
-        assert engine.engine.shards.size == shards
-        assert engine.world_size == 4
-        engine.engine.close()
-
-
 @on_ranks(2)
 def test_training_data_is_distributed_in_micro_batches(comm: Communicator) -> None:
     rows = TensorDataset(torch.arange(12))

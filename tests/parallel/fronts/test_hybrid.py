@@ -1,0 +1,80 @@
+"""Replicas in the fronts: FSDP's HYBRID_SHARD, fully_shard's meshes, and DeepSpeed's MiCS."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import ShardingStrategy, fully_shard
+
+from ringdp import Communicator, UsageError
+from ringdp.comm import rendezvous
+from ringdp.parallel import fronts
+from tests.parallel.ddp.cases import gloo
+from tests.parallel.fronts.test_fronts import net, train
+from tests.parallel.fronts.test_initialize import NAMED
+from tests.ranks import on_ranks
+
+pytestmark = pytest.mark.process
+
+
+@on_ranks(4)
+def test_replicas_have_the_bits_of_torchs(comm: Communicator) -> None:
+    """Of a mesh, of two groups, and of torchrun's hosts: torch's classes over gloo sum in the same
+    order, as two ranks do."""
+    gloo()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    groups = mesh.get_group("shards"), mesh.get_group("replicas")
+    torchs = net()
+    fully_shard(torchs, mesh=mesh)
+    exact = train(comm, torchs, torch.optim.AdamW(torchs.parameters()))
+    hybrid, zero_2 = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rendezvous, "_worlds", [])
+        patch.setenv("LOCAL_WORLD_SIZE", "2")
+        for stage, wrap in (
+            (3, lambda: fronts.fully_shard(net(), mesh=mesh)),
+            (3, lambda: fronts.fully_shard(net(), comm=groups)),
+            (3, lambda: wrapped_blocks(mesh, mesh)),
+            (3, lambda: fronts.FullyShardedDataParallel(net(), None, hybrid)),
+            (2, lambda: fronts.FullyShardedDataParallel(net(), groups, zero_2)),
+            (3, lambda: fronts.FullyShardedDataParallel(net(), None, hybrid, device_mesh=mesh)),
+        ):
+            model = wrap()
+            engine = model.engine
+            assert (engine.stage.number, engine.shards.size) == (stage, 2)
+            assert train(comm, model, torch.optim.AdamW(model.parameters())) == exact
+            engine.close()
+        fsdp_1 = fronts.FullyShardedDataParallel
+        for wrap, message in (
+            (lambda: fsdp_1(net(), groups[::-1], hybrid), r"shards \[., .\] and replicas \[., .\]"),
+            (lambda: fsdp_1(net(), groups[:1] * 2, hybrid), r"\[., .\] on rank .*the same shard"),
+            (lambda: fsdp_1(net(), groups[:1], hybrid), "allowed: two groups"),
+            (lambda: fronts.fully_shard(net(), comm=(comm, comm)), "allowed: two groups"),
+            (lambda: wrapped_blocks(mesh, None), "over each 2 of 4 .* over each 4;"),
+            (lambda: wrapped_blocks(None, mesh), "over each 4 of 4 .* over each 2;"),
+            (lambda: fsdp_1(net(), groups, "FULL_SHARD"), "FULL_SHARD with .*allowed: a pair"),
+            (lambda: fsdp_1(net(), groups[0], hybrid), "HYBRID_SHARD with .*allowed: a pair"),
+            (lambda: fronts.fully_shard(net(), mesh=DeviceMesh("cpu", [[0, 2], [1, 3]])), "ascend"),
+        ):
+            with pytest.raises(UsageError, match=message):
+                wrap()
+
+
+def wrapped_blocks(mesh: DeviceMesh | None, outer: DeviceMesh | None) -> nn.Module:
+    model = net()
+    for block in model:
+        fronts.fully_shard(block, mesh=mesh)
+    return fronts.fully_shard(model, mesh=outer)
+
+
+@on_ranks(4)
+def test_mics_makes_replicas(comm: Communicator) -> None:
+    for size, shards in ((2, 2), (-1, 4)):
+        zero = {"stage": 3, "mics_shard_size": size, "mics_hierarchical_params_gather": False}
+        config = NAMED | {"zero_optimization": zero}
+        engine, *_ = fronts.initialize(model=net(), config=config, comm=comm)
+        assert engine.engine.shards.size == shards
+        assert engine.world_size == 4
+        engine.engine.close()
