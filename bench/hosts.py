@@ -24,12 +24,14 @@ class Host(NamedTuple):
     cable: str  # at most 15 characters
     address: str
 
-    @property
-    def pids(self) -> list[int]:
+    def signal(self, signum: int) -> None:
+        """Signal all of its processes, the last one first."""
         shown = subprocess.run(
             ["ip", "netns", "pids", self.name], capture_output=True, encoding="utf-8", check=False
         )
-        return [*map(int, shown.stdout.split())]
+        for pid in reversed(shown.stdout.split()):
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signum)
 
 
 HOSTS = [
@@ -41,7 +43,8 @@ HOSTS = [
 @contextmanager
 def two_hosts(rate: str | None = None) -> Iterator[list[Host]]:
     """`rate`: of the cable, both ways, in tc's words, such as 1gbit. Raises OSError, or
-    CalledProcessError with tc's or ip's stderr, where they cannot be made."""
+    CalledProcessError with tc's or ip's stderr, where they cannot be made. What still runs there at
+    the end is killed."""
     for command in ("ip", "unshare", "tc"):
         if shutil.which(command) is None:
             raise OSError(f"needs the command {command}")
@@ -56,13 +59,12 @@ def two_hosts(rate: str | None = None) -> Iterator[list[Host]]:
             for device in (cable, "lo"):
                 _run(*within, "link", "set", device, "up")
             if rate:
-                limit = ["tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
-                _run(
-                    "ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", cable, "root", *limit
-                )
+                limit = ["root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
+                _run("tc", "-n", name, "qdisc", "add", "dev", cable, *limit)
         yield HOSTS
     finally:
         for host in HOSTS:
+            host.signal(signal.SIGKILL)
             subprocess.run(["ip", "netns", "del", host.name], capture_output=True, check=False)
 
 
@@ -99,9 +101,7 @@ def finish(nodes: Sequence[subprocess.Popen[bytes]], seconds: float) -> list[Hos
         time.sleep(0.05)
     late = [host for host, node in zip(HOSTS, nodes, strict=True) if node.poll() is None]
     for host in late:
-        for pid in reversed(host.pids):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGABRT)
+        host.signal(signal.SIGABRT)
     for node in nodes:
         node.wait(seconds)
     return late
