@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 PORT = 29471  # free in new namespaces
+ALONE = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]  # sees no other processes
 
 
 class Host(NamedTuple):
@@ -58,6 +59,7 @@ def two_hosts(rate: str | None = None) -> Iterator[list[Host]]:
             _run(*within, "addr", "add", f"{address}/24", "dev", cable)
             for device in (cable, "lo"):
                 _run(*within, "link", "set", device, "up")
+            _run("ip", "netns", "exec", name, *ALONE, "true")  # that too may be forbidden
             if rate:
                 limit = ["root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
                 _run("tc", "-n", name, "qdisc", "add", "dev", cable, *limit)
@@ -82,7 +84,7 @@ def torchrun(
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2"]
     command += [f"--nproc-per-node={ranks}", f"--node-rank={HOSTS.index(host)}"]
     command += [f"--master-addr={HOSTS[0].address}", f"--master-port={PORT}", f"--log-dir={logs}"]
-    alone = [] if sees_others else ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    alone = [] if sees_others else ALONE
     own = {"GLOO_SOCKET_IFNAME": host.cable, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
     return subprocess.Popen(
         ["ip", "netns", "exec", host.name, *alone, *command, *arguments],
