@@ -31,7 +31,7 @@ for transport in sys.argv[1:]:
         comm.send(x, 1) if comm.rank == 0 else comm.recv(x.zero_(), 0)
         assert torch.equal(x, torch.arange(1003.0) * 3), transport
         comm.barrier()
-print("found", comm.rank, os.stat("/proc/self/ns/net").st_ino)
+print(f"found {comm.rank} {os.stat('/proc/self/ns/net').st_ino}\\n", end="")  # in one write
 """
 REPLICAS = """
 import json
@@ -41,7 +41,7 @@ from tests.transport.device_bodies import in_replicas
 comm = ringdp.init(transport="c10d", timeout=180.0)
 parts = comm.split(comm.rank // 2), comm.split(comm.rank % 2), comm.duplicate()
 kinds = [type(part._transport).__name__ for part in parts]
-print("found", comm.rank, json.dumps([kinds, in_replicas(comm).losses]))
+print(f"found {comm.rank} {json.dumps([kinds, in_replicas(comm).losses])}\\n", end="")
 """
 
 
