@@ -91,10 +91,13 @@ def test_an_abort_between_the_parts_of_a_message_raises_on_no_thread(
 def test_a_message_after_a_mismatch_keeps_no_thread_busy(comm: Communicator) -> None:
     """Rank 0 sees that rank 2 made another call; then comes what it has still expected of rank 1.
     If its memory were freed, gloo's thread would poll for it without end."""
-    (c,) = duplicates(comm, "c10d", 1)
+    (c,), talk = duplicates(comm, "c10d", 1), store()
     x, send, sent = torch.ones(SMALL + (comm.rank == 2)), wire.sends, threading.Event()
+    if comm.rank == 2:
+        talk.wait(["rank 1 has called"])
 
     def late(*arguments: Any) -> list[Work]:
+        talk.set("rank 1 has called", "")
         wait_until(c._transport.failure)
         parts = [*send(*arguments)]
         sent.set()
