@@ -37,12 +37,10 @@ from ringdp.parallel.guards import copies, sliced, state_dict, steps, wrapped
 from ringdp.parallel.guards.unmanaged import Unmanaged
 from ringdp.parallel.optimizer import state as optim_state
 from ringdp.parallel.optimizer.kinds import check_slices
-from ringdp.parallel.precision import Precision
 from ringdp.parallel.reducing import Reducing
 from ringdp.parallel.stages import Stage
 from ringdp.parallel.state import State
 from ringdp.parallel.unit import FlatUnit
-from ringdp.parallel.values.inputs import cast_at, move_inputs
 from ringdp.parallel.values.outputs import UnitOutputs
 from ringdp.tape import recorder
 
@@ -56,14 +54,12 @@ class Engine:
         stage: Stage,
         units: Sequence[FlatUnit],
         ledger: Ledger,
-        precision: Precision,
         *,
-        chosen: Iterable[nn.Module],
         kept: Iterable[int],
         prefetch_bytes: int | None,
         overlap: bool,
     ) -> None:
-        """Collective: creates two communicators. `chosen`: of `find_units`; `kept`: `Gathering`."""
+        """Collective: creates two communicators. `kept`: see `Gathering`."""
         self.model, self.stage, self.units, self.ledger = model, stage, units, ledger
         self.comm, self.shards, _ = ranks = ledger.ranks  # all, and those that hold one model
         of: dict[nn.Module, list[int]] = {}
@@ -96,8 +92,6 @@ class Engine:
         for module, indices in of.items():
             outputs = UnitOutputs(module, [units[i] for i in indices], of)
             self.forwards.follow(module, indices, outputs, add_hook)
-        move_inputs(model, self.device, add_hook)
-        cast_at(model, chosen, precision, self.computes, add_hook)
         state_dict.guard(model, whole, lambda: whole() and self._writes, add_hook)
         state_dict.own_storages(model, units, add_hook)
         parameters = [p for unit in units for p in unit.parameters]

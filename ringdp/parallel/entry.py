@@ -25,6 +25,7 @@ from ringdp.parallel.stages import Stage, stage_of
 from ringdp.parallel.tracing.engine import EngineTracer
 from ringdp.parallel.unit import FlatUnit
 from ringdp.parallel.units import UnitRule, UnitSpec, find_units
+from ringdp.parallel.values.inputs import cast_at, move_inputs
 from ringdp.tape import recorder
 
 
@@ -120,12 +121,12 @@ def shard(
         row,
         units,
         ledger,
-        precision,
-        chosen=chosen,
         kept=kept,
         prefetch_bytes=prefetch_bytes if overlap else 0,
         overlap=overlap,
     )
+    move_inputs(model, engine.device, engine.add_hook)
+    cast_at(model, chosen, precision, engine.computes, engine.add_hook)
     recorder.join(engine, EngineTracer)
     copies.mark(model)
     return engine
