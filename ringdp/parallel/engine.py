@@ -39,7 +39,6 @@ from ringdp.parallel.optimizer import state as optim_state
 from ringdp.parallel.optimizer.kinds import check_slices
 from ringdp.parallel.reducing import Reducing
 from ringdp.parallel.stages import Stage
-from ringdp.parallel.state import State
 from ringdp.parallel.unit import FlatUnit
 from ringdp.parallel.values.outputs import UnitOutputs
 from ringdp.tape import recorder
@@ -121,27 +120,23 @@ class Engine:
         wrapped.check(self.units)
 
     @property
-    def _summoned(self) -> bool:
-        return self.units[0].state is State.SUMMONED
-
-    @property
     def gathers_state(self) -> bool:
         """Whether an optimizer's state_dict is gathered now, rather than an error."""
-        return self.always_gathers_state or self._summoned
+        return self.always_gathers_state or self.gathering.summoned
 
     def computes(self) -> bool:
         """Whether parameters are in the dtype that they compute in, not their masters'."""
-        return not self._summoned
+        return not self.gathering.summoned
 
     def _rests_whole(self) -> bool:
-        return self._summoned or not self.stage.slices
+        return self.gathering.summoned or not self.stage.slices
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Before any optimizer's step, of which it returns whether it is of parameters here. A
         forward may lack its backward, or have raised."""
         if not steps.has_any(optimizer, self.units):
             return False  # other ranks may not step it, so no collective may depend on it
-        if self._summoned:
+        if self.gathering.summoned:
             steps.refuse_within()
         if self.stage.slices:
             check_slices(optimizer, f"in stage {self.stage.number}", "or stage 0")
@@ -231,7 +226,7 @@ class Engine:
         which `memory` does not count, and which a state_dict taken here keeps. To leave the model
         whole, call `close` inside.
         """
-        if self._summoned:
+        if self.gathering.summoned:
             self._writes |= write
             yield
             return

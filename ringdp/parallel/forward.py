@@ -20,7 +20,6 @@ from ringdp.parallel.autograd_state import calls_of, in_backward, transformed
 from ringdp.parallel.backward import Backwards
 from ringdp.parallel.gathering import Gathering
 from ringdp.parallel.guards.copies import AddHook
-from ringdp.parallel.state import State
 from ringdp.parallel.values.outputs import UnitOutputs
 
 
@@ -63,7 +62,7 @@ class Forwards:
 
     def before(self, indices: Sequence[int]) -> None:
         """Gather the units of a module that is called."""
-        for index in indices if not self._summoned else ():
+        for index in indices if not self.gathering.summoned else ():
             self.backwards.settle()
             if in_backward() and (torch.is_grad_enabled() or self.backwards.running):
                 self.backwards.recompute(index)
@@ -82,7 +81,7 @@ class Forwards:
         """Free the units of a module that returns. `starts`: at whose gradients the backward of
         these units will start."""
         running = self.backwards.running
-        if not self._summoned:
+        if not self.gathering.summoned:
             recomputed = running and torch.is_grad_enabled()
             for index in indices:
                 free = index not in self.gathering.kept and not recomputed
@@ -121,10 +120,6 @@ class Forwards:
         running = self.gathering.in_use or self.backwards.running
         return not (running or torch.is_grad_enabled())
 
-    @property
-    def _summoned(self) -> bool:
-        return self.gathering.units[0].state is State.SUMMONED
-
     def _is_whole(self) -> bool:
         """Whether parameters are whole at all times, not only at rest."""
-        return self._summoned or all(u.static for u in self.gathering.units)
+        return self.gathering.summoned or all(u.static for u in self.gathering.units)

@@ -53,6 +53,11 @@ class Gathering:
         self._ahead: set[int] = set()  # gathered before their use
         self.over = True  # the next forward starts an iteration: all are sharded
 
+    @property
+    def summoned(self) -> bool:
+        """Whether units are SUMMONED: all are, or none."""
+        return self.units[0].state is State.SUMMONED
+
     def begin(self, *, foreseen: bool) -> None:
         """A new iteration starts: reshard what a forward without a backward has gathered ahead, as
         the slices may have changed since. If it is not `foreseen` (a call of a unit by itself),

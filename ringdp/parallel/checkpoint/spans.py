@@ -13,7 +13,6 @@ from ringdp.errors import CheckpointError, UsageError
 from ringdp.parallel.engine import Engine, check_engine
 from ringdp.parallel.optimizer.kinds import needs_whole
 from ringdp.parallel.optimizer.owners import places
-from ringdp.parallel.state import State
 
 
 class Piece(NamedTuple):
@@ -70,7 +69,7 @@ def optimizer_of(optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, torch
 def pieces(engine: Engine) -> list[Piece]:
     """Every parameter, with all units at rest, which no gather reads any more. Raises UsageError
     inside full_parameters(), and after a close() there."""
-    if any(unit.state is State.SUMMONED for unit in engine.units):
+    if engine.gathering.summoned:
         raise UsageError(
             "the engine was closed within full_parameters(): the model is an ordinary one, whose "
             "state_dict torch saves and loads"
