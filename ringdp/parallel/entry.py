@@ -111,8 +111,8 @@ def shard(
         kinds = ", ".join(sorted({type(f.module).__name__ for f in found}))
         raise UsageError(f"keep={keep!r} matches no unit; the units are of {kinds}")
     placed = (p.device for p in model.parameters() if not p.is_meta)
-    ledger = Ledger(ranks_of(comm, size), next(placed, comm.device))
-    units = _build(model, found, row, offload, ledger, init)
+    ledger = Ledger(ranks_of(comm, size), next(placed, comm.device), offload)
+    units = _build(model, found, row, ledger, init)
     meta.fill(model, model.buffers(), init, comm.device)  # of modules without parameters
     broadcast(comm, model.buffers())
     ledger.peak = ledger.now.copy()
@@ -151,7 +151,6 @@ def _build(
     model: nn.Module,
     found: Sequence[UnitSpec],
     stage: Stage,
-    offload: Offload,
     ledger: Ledger,
     init: meta.Init | None,
 ) -> list[FlatUnit]:
@@ -165,5 +164,5 @@ def _build(
             resting.name(p, name)
             p.grad = None  # from stage 1 on it would have another shape than the parameter
         registered = [at[p] for _, p in spec.parameters]
-        units.append(FlatUnit(index, plan, spec, registered, stage, offload, ledger))
+        units.append(FlatUnit(index, plan, spec, registered, stage, ledger))
     return units[::-1]

@@ -13,7 +13,6 @@ from ringdp.kernels.spans import gaps
 from ringdp.parallel import layout
 from ringdp.parallel.accounting.memory import Ledger, Widths, holders
 from ringdp.parallel.cut import Cut
-from ringdp.parallel.offload import Offload
 from ringdp.parallel.precision import Dtypes
 from ringdp.parallel.stages import Stage
 
@@ -61,13 +60,7 @@ class Gradients:
     `reduced`: [shard] or [padded], what the optimizer reads, which may be a view of the bucket."""
 
     def __init__(
-        self,
-        cut: Cut,
-        stage: Stage,
-        dtypes: Dtypes,
-        widths: Widths,
-        offload: Offload,
-        ledger: Ledger,
+        self, cut: Cut, stage: Stage, dtypes: Dtypes, widths: Widths, ledger: Ledger
     ) -> None:
         self.cut = cut
         self.bucket: Tensor | None = None
@@ -79,8 +72,8 @@ class Gradients:
             self.bucket = ledger.empty("gradients", cut.plan.padded, dtypes.reduce)
         if self.bucket is not None and widths.own:
             self.reduced = self.bucket[cut.keeps]
-        elif offload.any:
-            self.reduced = offload.empty(size, dtypes.master)
+        elif ledger.offload.any:
+            self.reduced = ledger.offload.empty(size, dtypes.master)
             ledger.take("gradients", self.reduced.nbytes)
         else:
             self.reduced = ledger.empty("gradients", size, dtypes.master)

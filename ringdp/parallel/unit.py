@@ -23,7 +23,6 @@ from ringdp.parallel.guards.computed import (
     put,
     set_data,
 )
-from ringdp.parallel.offload import Offload
 from ringdp.parallel.pool import beside, show
 from ringdp.parallel.stages import Stage
 from ringdp.parallel.state import State
@@ -62,18 +61,16 @@ class FlatUnit:
         spec: UnitSpec,
         places: Sequence[Sequence[Place]],
         stage: Stage,
-        offload: Offload,
         ledger: Ledger,
     ) -> None:
         """Takes over the parameters, with rank 0's values. Collective: a broadcast."""
-        ranks, dtypes = ledger.ranks, spec.dtypes
+        ranks, offload, dtypes = ledger.ranks, ledger.offload, spec.dtypes
         parameters = [p for _, p in spec.parameters]
         self.parameters: Sequence[nn.Parameter] = parameters
         self.index, self.plan, self.module, self.stage = index, plan, spec.module, stage
-        self.places, self.dtypes, self.offload = places, dtypes, offload
+        self.places, self.dtypes, self.ledger = places, dtypes, ledger
         self.divisor: float = ranks.every.size  # of its gradients' sums
         self.sync = True  # whether backwards reduce its gradients, outside of no_sync
-        self.ledger = ledger
         self.widths = widths_of(dtypes, offload, trainable=spec.trained)
         self.apart = self.widths.apart  # See Note [masters apart]
         self.freed, self.slices = stage.freed, stage.slices
@@ -131,14 +128,14 @@ class FlatUnit:
                 self.ledger.take("gathered", self.bytes)
         else:
             full = self.full.data  # whose writes do not invalidate views that autograd has saved
-        shard = full[self.cut.part] if self.offload.parameters else self.shard
+        shard = full[self.cut.part] if self.ledger.offload.parameters else self.shard
         if not self.slices:
             full.copy_(self.master)
             resting.become(self.parameters, resting.RestingParam)
         else:
             if self.apart:
                 shard.data.copy_(self.master, non_blocking=True)
-                if full.is_cuda and self.offload.any:
+                if full.is_cuda and self.ledger.offload.any:
                     self.reader = torch.cuda.current_stream(full.device)
             if self.plan.padded:  # the root may have no parameters
                 self.work = comm.all_gather(full, shard, async_op=True, tag=self.index)
@@ -301,13 +298,11 @@ class FlatUnit:
             return whole
         if not self.apart:
             return self.shard
-        own = whole[self.cut.part]
-        if self.offload.any:
-            return self.offload.empty(own.numel(), own.dtype).copy_(own)
-        return own.clone()
+        own, offload = whole[self.cut.part], self.ledger.offload
+        return offload.empty(own.numel(), own.dtype).copy_(own) if offload.any else own.clone()
 
     def _gradients(self) -> Gradients:
-        return Gradients(self.cut, self.stage, self.dtypes, self.widths, self.offload, self.ledger)
+        return Gradients(self.cut, self.stage, self.dtypes, self.widths, self.ledger)
 
     @torch.inference_mode(False)  # as for `_move`
     def thaw(self) -> None:

@@ -76,7 +76,7 @@ def gather_from_the_host() -> Any:
         shard=SimpleNamespace(data=copied),
         master=None,
         plan=SimpleNamespace(padded=0),
-        offload=ringdp.Offload(optimizer=True),
+        ledger=SimpleNamespace(offload=ringdp.Offload(optimizer=True)),
         reader=None,
         gathered=[],
         _versions=list,

@@ -90,11 +90,11 @@ class Ledger:
     and at the peak of "passing": gathered units and buckets together.
 
     `device`: where the model computes. On the CPU the buffers are the memory of `ranks.shards`,
-    whose collectives read and write it in place.
+    whose collectives read and write it in place. `offload`: which are on the host instead.
     """
 
-    def __init__(self, ranks: Ranks, device: torch.device) -> None:
-        self.ranks, self.device, self.pool = ranks, device, Pool()
+    def __init__(self, ranks: Ranks, device: torch.device, offload: Offload) -> None:
+        self.ranks, self.device, self.offload, self.pool = ranks, device, offload, Pool()
         self.now: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
 

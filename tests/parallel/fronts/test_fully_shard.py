@@ -58,7 +58,7 @@ def test_options_of_several_calls_are_combined_or_refused(comm: Communicator) ->
         if low in (first, whole):
             assert engine.units[1].dtypes == (torch.float32, BF16, torch.float32)
     pageable = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
-    assert shard(pageable, pageable, pageable).units[0].offload == Offload(True, True, pin=False)
+    assert shard(pageable, pageable, pageable).ledger.offload == Offload(True, True, pin=False)
     for first, second, whole, message in (
         (low, low, {}, "mp_policy of module '1' was .*bfloat16.* and is .*None"),
         ({}, low, {}, "mp_policy of module '2'"),

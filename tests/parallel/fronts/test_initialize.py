@@ -307,7 +307,7 @@ def test_host_memory_is_pinned_unless_the_config_disables_it(monkeypatch):
     offload = {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": False}}
     config = NAMED | {"zero_optimization": offload}
     engine, *_ = fronts.initialize(model=net(), config=config, comm=ringdp.init())
-    assert engine.engine.units[0].offload == Offload(optimizer=True, pin=False)
+    assert engine.engine.ledger.offload == Offload(optimizer=True, pin=False)
     engine.engine.close()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert Offload(pin=False).empty(3, torch.float32).shape == (3,)
