@@ -67,9 +67,9 @@ def load(
         with torch.no_grad():
             for read in plan.reads:
                 read.put(_values(read, index.tensors[read.key], file))
-        for kept in plan.kept:
-            if kept.state:
-                kept.optimizer.state[kept.parameter] = nested.deep(kept.state)
+        for one, piece, state in plan.kept:
+            if state:
+                one.state[piece.parameter] = nested.deep(state)
         for name, module in extra.modules(engine.model).items():
             module.set_extra_state(extra.unpack(index.modules[name], plan.states.__getitem__))
     return index.extra

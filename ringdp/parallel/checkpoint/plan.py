@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ringdp.errors import CheckpointError
 from ringdp.parallel import nested
@@ -38,7 +38,7 @@ class Kept(NamedTuple):
     """An optimizer's state of a parameter, flat (see `nested`); the reads fill in its tensors."""
 
     optimizer: torch.optim.Optimizer
-    parameter: nn.Parameter
+    piece: Piece
     state: dict[str, Any]
 
 
@@ -74,13 +74,13 @@ def planned(
     if optimizers:
         _check_groups(index, names_of(optimizers), groups_of(optimizers, found))
         mine = {
-            piece.name: (piece, Kept(one, piece.parameter, {}))
+            piece.name: Kept(one, piece, {})
             for one, piece in stepped(engine, optimizers, found)
             if piece.kept[0] < piece.kept[1] or 0 in piece.shape
         }
         plan.reads.extend(_state(index, mine))
-        plan.kept.extend(kept for _, kept in mine.values())
-        for name, (_, kept) in mine.items():
+        plan.kept.extend(mine.values())
+        for name, kept in mine.items():
             try:
                 nested.deep(kept.state)
             except ValueError as e:
@@ -171,7 +171,7 @@ def _keep(states: dict[str, Tensor], key: str, shape: Sequence[int], values: Ten
     states[key] = values.view(shape)
 
 
-def _state(index: Index, mine: Mapping[str, tuple[Piece, Kept]]) -> Iterator[Read]:
+def _state(index: Index, mine: Mapping[str, Kept]) -> Iterator[Read]:
     """Reads of optimizer state of these parameters, by name. What is no tensor is put in its place
     at once; if the parts differ, the first one's."""
     on_device = {  # where `step` is, too; torch's default is the host
@@ -180,19 +180,19 @@ def _state(index: Index, mine: Mapping[str, tuple[Piece, Kept]]) -> Iterator[Rea
         if group["options"].get("capturable") or group["options"].get("fused")
         for name in group["names"]
     }
-    for key, name, piece, kept in _of_state(index.scalars, mine):
+    for key, name, (_, piece, state) in _of_state(index.scalars, mine):
         for begin, end, value in index.scalars[key]:
             if (begin < piece.kept[1] and piece.kept[0] < end) or begin == end:
-                kept.state[name] = value
+                state[name] = value
                 break
-    for key, name, piece, kept in _of_state(index.tensors, mine):
+    for key, name, (optimizer, piece, state) in _of_state(index.tensors, mine):
         entry, (begin, end) = index.tensors[key], piece.kept
         if not (parts := entry.within(begin, end)):
             continue  # the rank that saved them had no state
         shape: Sequence[int] = piece.rest.shape
         dtype = None
         if entry.single is not None:
-            if math.prod(entry.single) > 1 and not needs_whole(kept.optimizer):
+            if math.prod(entry.single) > 1 and not needs_whole(optimizer):
                 raise CheckpointError(
                     f"{key} has the shape {entry.single}, as an optimizer keeps it that looks at "
                     "whole parameters: set this one's attribute needs_whole_parameters to True"
@@ -208,8 +208,8 @@ def _state(index: Index, mine: Mapping[str, tuple[Piece, Kept]]) -> Iterator[Rea
         elif entry.dtype == index.tensors[f"parameter/{piece.name}"].dtype:
             dtype = piece.rest.dtype
         device = piece.rest.device if name != "step" or piece.name in on_device else None
-        kept.state[name] = torch.empty(0, device="meta")  # until it is read
-        yield Read(key, begin, end, partial(_put, kept.state, name, shape, device, dtype))
+        state[name] = torch.empty(0, device="meta")  # until it is read
+        yield Read(key, begin, end, partial(_put, state, name, shape, device, dtype))
 
 
 @torch.inference_mode(False)  # as for `_keep`
@@ -224,11 +224,9 @@ def _put(
     state[name] = values.view(shape).to(device, dtype)
 
 
-def _of_state(
-    keys: Iterable[str], mine: Mapping[str, tuple[Piece, Kept]]
-) -> Iterator[tuple[str, str, Piece, Kept]]:
-    """(key, name, parameter, its state) of the optimizer state that this rank keeps."""
+def _of_state(keys: Iterable[str], mine: Mapping[str, Kept]) -> Iterator[tuple[str, str, Kept]]:
+    """(key, name, the parameter's) of the optimizer state that this rank keeps."""
     for key in keys:
         kind, name, parameter = parts_of(key)
         if kind == "optimizer" and parameter in mine:
-            yield key, name, *mine[parameter]
+            yield key, name, mine[parameter]

@@ -61,11 +61,6 @@ def groups_in(optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any
     return [group for optimizer in optimizers for group in optimizer.param_groups]
 
 
-def optimizer_of(optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, torch.optim.Optimizer]:
-    """The optimizer of each parameter, by its id."""
-    return {id(p): o for o in optimizers for group in o.param_groups for p in group["params"]}
-
-
 def pieces(engine: Engine) -> list[Piece]:
     """Every parameter, with all units at rest, which no gather reads any more. Raises UsageError
     inside full_parameters(), and after a close() there."""
@@ -104,7 +99,8 @@ def stepped(
 ) -> Iterator[tuple[torch.optim.Optimizer, Piece]]:
     """The parameters of which this rank may have an optimizer's state. Where whole ones are
     stepped, those that it owns, of which it has all state. The first replica writes it."""
-    of, rank = optimizer_of(optimizers), engine.shards.rank
+    of = {id(p): one for one in optimizers for group in one.param_groups for p in group["params"]}
+    rank = engine.shards.rank
     owned = {
         id(place.parameter): place.owner
         for one in optimizers
