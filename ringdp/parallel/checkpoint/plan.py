@@ -69,7 +69,7 @@ def planned(
     for key in keys:
         if (entry := index.tensors.get(key)) is None:
             raise CheckpointError(f"the checkpoint lacks {key}")
-        put = partial(_keep, plan.states, key, entry.shape)
+        put = partial(_put, plan.states, key, entry.shape, None, None)
         plan.reads.append(Read(key, 0, math.prod(entry.shape), put))
     if optimizers:
         _check_groups(index, names_of(optimizers), groups_of(optimizers, found))
@@ -166,11 +166,6 @@ def _copy(to: Tensor, values: Tensor) -> None:
     write(to, values.view(to.shape))
 
 
-@torch.inference_mode(False)  # not even a view made in it can be written to in training
-def _keep(states: dict[str, Tensor], key: str, shape: Sequence[int], values: Tensor) -> None:
-    states[key] = values.view(shape)
-
-
 def _state(index: Index, mine: Mapping[str, Kept]) -> Iterator[Read]:
     """Reads of optimizer state of these parameters, by name. What is no tensor is put in its place
     at once; if the parts differ, the first one's."""
@@ -212,7 +207,7 @@ def _state(index: Index, mine: Mapping[str, Kept]) -> Iterator[Read]:
         yield Read(key, begin, end, partial(_put, state, name, shape, device, dtype))
 
 
-@torch.inference_mode(False)  # as for `_keep`
+@torch.inference_mode(False)  # not even a view made in it can be written to in training
 def _put(
     state: dict[str, Any],
     name: str,
