@@ -43,13 +43,11 @@ def test_a_damaged_file_is_refused(tmp_path):
     assert file.read("c", 0, 0).numel() == 0
     assert file.dtype_and_elements("a") == (torch.float32, 6)
     with pytest.raises(CheckpointError, match="no 1-D tensor d"):
-        file.read("d", 0, 1)
-    with pytest.raises(CheckpointError, match=r"elements 4\.\.7 of a, of 6"):
-        file.read("a", 4, 7)
+        file.dtype_and_elements("d")
     for cut in (0, 4, 30, len(whole) - 1):
         path.write_bytes(whole[:cut])
         with pytest.raises(CheckpointError):
-            TensorFile(path).read("b", 0, 2)
+            TensorFile(path).dtype_and_elements("b")
 
 
 @pytest.mark.parametrize(
