@@ -30,12 +30,12 @@ def span(name: str) -> AbstractContextManager[object]:
 
 def backend(group: Any = None) -> str:
     """The name of a torch.distributed group's backend."""
-    return dist.get_backend(group) if dist.is_available() and dist.is_initialized() else "ringdp"
+    return dist.get_backend(group) if dist.is_initialized() else "ringdp"
 
 
 def broadcast() -> AbstractContextManager[object]:
     """A span around a broadcast."""
-    return span(f"{backend()}:broadcast" if profiler._is_profiler_enabled else "")
+    return span(f"{backend()}:broadcast")
 
 
 def all_reduce(comm: Communicator, flat: Tensor, *, tag: int) -> Callable[[], object]:
