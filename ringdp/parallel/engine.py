@@ -199,8 +199,8 @@ class Engine:
     @property
     def _sharding(self) -> Sharding:
         units, widths = [u.plan for u in self.units], [u.widths for u in self.units]
-        g, copies = self.gathering, self.ledger.ranks.copies
-        return Sharding(units, widths, self.groups, self.stage, g.limit, g.kept, copies)
+        g, replicas = self.gathering, self.ledger.ranks.replica_count
+        return Sharding(units, widths, self.groups, self.stage, g.limit, g.kept, replicas)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

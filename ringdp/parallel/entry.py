@@ -155,7 +155,7 @@ def _build(
     init: meta.Init | None,
 ) -> list[FlatUnit]:
     named = [(f.name, [(n, p.numel()) for n, p in f.parameters]) for f in found]
-    plans, at = layout(named, ledger.ranks.shards.size, ledger.ranks.copies), places(model)
+    plans, at = layout(named, ledger.ranks.shards.size, ledger.ranks.replica_count), places(model)
     units: list[FlatUnit] = []
     for index in reversed(range(len(found))):  # the root last: it may own a part of every module
         spec, plan = found[index], plans[index]

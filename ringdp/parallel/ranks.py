@@ -14,7 +14,7 @@ So gradients are summed in another order than without replicas, and round differ
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import closing
 from typing import NamedTuple
 
 from ringdp.comm import Communicator
@@ -29,20 +29,18 @@ class Ranks(NamedTuple):
     replicas: Communicator | None = None
 
     @property
-    def copies(self) -> int:
-        """The number of replicas."""
+    def replica_count(self) -> int:
         return self.every.size // self.shards.size
 
     @property
-    def copy(self) -> int:
+    def replica(self) -> int:
         """Which of them this rank holds a shard of."""
         return self.every.rank // self.shards.size
 
     def close(self) -> None:
         """Close what `ranks_of` has made."""
-        with ExitStack() as made:
-            if self.replicas:
-                made.callback(self.shards.close)
+        if self.replicas:
+            with closing(self.shards):
                 self.replicas.close()
 
 

@@ -83,7 +83,7 @@ def pieces(engine: Engine) -> list[Piece]:
             unit.plan.entries, unit.parameters, cut.shapes, unit.rest, cut.parts, strict=True
         ):
             kept = part if unit.slices else (0, entry.elements)
-            writes = _split(part, ranks.copy, ranks.copies)
+            writes = _split(part, ranks.replica, ranks.replica_count)
             found.append(Piece(entry.name, p, list(shape), rest, kept, writes))
     return found
 
@@ -116,7 +116,7 @@ def stepped(
         elif owner == rank:
             every = 0, math.prod(piece.shape)
             like = piece.rest.new_empty(()).expand(piece.shape)  # which holds no memory
-            writes = every if engine.ledger.ranks.copy == 0 else (0, 0)
+            writes = every if engine.ledger.ranks.replica == 0 else (0, 0)
             yield optimizer, piece._replace(rest=like, kept=every, writes=writes)
 
 
