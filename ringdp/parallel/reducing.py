@@ -12,6 +12,7 @@ If a unit has no bucket of its own, one is allocated, and one such bucket is red
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -38,20 +39,17 @@ class _Turn(NamedTuple):
     shows: list[bool]  # which parameters have a .grad afterwards
 
 
+@dataclass
 class _Reduction:
     """A unit's reduction on its way: by `work`, which reads the bucket, and with replicas by
     `then`, an all_reduce of `result`, which whoever asks or waits begins once `work` is over."""
 
-    def __init__(
-        self,
-        turn: _Turn,
-        bucket: Tensor,
-        result: Tensor,
-        work: Work,
-        then: Callable[[], Work] | None = None,
-    ) -> None:
-        self.turn, self.bucket, self.result, self.work = turn, bucket, result, work
-        self._then, self._last = then, None if then else work
+    turn: _Turn
+    bucket: Tensor
+    result: Tensor
+    work: Work
+    then: Callable[[], Work] | None = None
+    last: Work | None = None  # once `work` is over
 
     @property
     def in_place(self) -> bool:
@@ -61,13 +59,9 @@ class _Reduction:
     def go_on(self) -> Work:
         """Wait for `work`, and begin what is left to do. On a GPU the current stream waits."""
         self.work.wait()
-        if self._last is None:
-            assert self._then is not None
-            self._last = self._then()
-        return self._last
-
-    def wait(self) -> None:
-        self.go_on().wait()
+        if self.last is None:
+            self.last = self.then() if self.then else self.work
+        return self.last
 
     def is_completed(self) -> bool:
         return self.work.is_completed() and self.go_on().is_completed()
