@@ -49,6 +49,17 @@ def step(model: nn.Module, optimizer: Any, *seeds: int) -> None:
         optimizer.step()
 
 
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    """An optimizer's, of which one has an option of its own."""
+    weights, biases = ([p for p in model.parameters() if p.dim() == d] for d in (2, 1))
+    return [{"params": biases, "lr": 0.01}, {"params": weights}]
+
+
+def muon_and_adamw(model: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+    others, matrices = (group["params"] for group in groups(model))
+    return torch.optim.Muon(matrices, lr=0.1), torch.optim.AdamW(others, lr=0.1)
+
+
 def within_step(optimizer: Any, act: Callable[[], object]) -> None:
     """A step that begins with `act`, after all hooks."""
 

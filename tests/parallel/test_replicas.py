@@ -68,12 +68,6 @@ def test_gradients_are_summed_over_a_replica_then_over_replicas(
             assert not comm.closed
 
 
-def muon_and_adamw(model: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
-    named = dict(model.named_parameters())
-    matrices, others = ([p for n, p in named.items() if kind in n] for kind in ("weight", "bias"))
-    return torch.optim.Muon(matrices, lr=0.1), torch.optim.AdamW(others, lr=0.1)
-
-
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @on_ranks(N)
 def test_all_else_is_as_in_one_process(comm: Communicator, stage: int, tmp_path: Path) -> None:
@@ -83,7 +77,7 @@ def test_all_else_is_as_in_one_process(comm: Communicator, stage: int, tmp_path:
     engine = ringdp.shard(model, stage=stage, shard_size=2, comm=comm)
     scaler, last = ringdp.LossScaler(engine), list[Any]()
     for m in (twin, model):
-        optimizers = muon_and_adamw(m)
+        optimizers = small.muon_and_adamw(m)
         for seed in range(3):
             m.zero_grad()
             small.loss(m, seed).backward()
@@ -104,7 +98,7 @@ def test_all_else_is_as_in_one_process(comm: Communicator, stage: int, tmp_path:
     ringdp.save(tmp_path, engine, ours)
     other = small.net(seed=1)
     alone = ringdp.shard(other, stage=stage, shard_size=1, comm=comm)
-    optimizers = muon_and_adamw(other)
+    optimizers = small.muon_and_adamw(other)
     ringdp.load(tmp_path, alone, optimizers)
     for one, net, theirs in ((engine, model, ours), (alone, other, optimizers)):
         with one.full_parameters():

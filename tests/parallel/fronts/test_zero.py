@@ -18,7 +18,7 @@ from ringdp import Communicator, UsageError
 from ringdp.parallel import fronts
 from tests.equal import equal
 from tests.parallel.ddp.cases import Branches, backward, error_text, gloo
-from tests.parallel.small import net, step
+from tests.parallel.small import groups, net, step
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
@@ -30,11 +30,9 @@ pytestmark = pytest.mark.process
 def script(comm: Communicator, kind: Any, make: Any) -> tuple[Any, list[Tensor]]:
     """Trains, saves on the last rank, and continues with another optimizer on all ranks."""
     model = ringdp.DistributedDataParallel(net(), process_group=comm)
-    weights, biases = ([p for p in model.parameters() if p.dim() == d] for d in (2, 1))
-    groups = [{"params": biases, "lr": 0.01}, {"params": weights}]
 
     def make_optimizer() -> Any:
-        return make([dict(g) for g in groups], optimizer_class=kind, lr=0.1)
+        return make(groups(model), optimizer_class=kind, lr=0.1)
 
     optimizer, last = make_optimizer(), comm.size - 1
     step(model, optimizer, 0, 1)

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 import ringdp
 from ringdp import Communicator, Offload, UsageError
 from ringdp.parallel import fronts
-from tests.parallel.small import COMPUTE_IN_FLOAT64, assert_equal, loss, net, step
+from tests.parallel.small import COMPUTE_IN_FLOAT64, assert_equal, groups, loss, net, step
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
@@ -68,11 +68,6 @@ def test_an_optimizer_in_a_wrapper_without_hooks(comm: Communicator) -> None:
     with engine.full_parameters():
         assert_same(optimizer.state_dict(), plain.state_dict())
     engine.close()
-
-
-def groups(model: nn.Module) -> list[dict[str, Any]]:
-    weights, biases = ([p for n, p in model.named_parameters() if k in n] for k in ("w", "b"))
-    return [{"params": biases, "lr": 0.01}, {"params": weights}]
 
 
 def assert_same(state: Any, expected: Any) -> None:

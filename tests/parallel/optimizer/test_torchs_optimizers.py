@@ -4,24 +4,17 @@ parameters, and its state is whole in a state_dict."""
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import ringdp
 from ringdp import Communicator, UsageError
 from tests.equal import equal
-from tests.parallel.small import net, step, whole_parameters
+from tests.parallel.small import groups, net, step, whole_parameters
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
-
-
-def groups(model: nn.Module) -> list[dict[str, Any]]:
-    weights, biases = ([p for p in model.parameters() if p.dim() == d] for d in (2, 1))
-    return [{"params": biases, "lr": 0.01}, {"params": weights}]
 
 
 @on_ranks(2)

@@ -25,8 +25,8 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from ringdp import Communicator, UsageError
 from ringdp.parallel import fronts
 from tests.parallel.ddp.cases import gloo
-from tests.parallel.optimizer.test_state import assert_same, groups
-from tests.parallel.small import assert_equal, net, step
+from tests.parallel.optimizer.test_state import assert_same
+from tests.parallel.small import assert_equal, groups, net, step
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process

@@ -16,7 +16,15 @@ from torch import Tensor, nn
 import ringdp
 from ringdp import CheckpointError, Communicator, Engine, Offload, UsageError
 from tests.equal import equal
-from tests.parallel.small import COMPUTE_IN_FLOAT64, batch, loss, net, step, whole_parameters
+from tests.parallel.small import (
+    COMPUTE_IN_FLOAT64,
+    batch,
+    loss,
+    muon_and_adamw,
+    net,
+    step,
+    whole_parameters,
+)
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
@@ -256,8 +264,7 @@ def test_muon_beside_adamw_trains_as_in_one_process(comm: Communicator) -> None:
     twin, engine = net(), ringdp.shard(net(), stage=3, unit=nn.Linear, comm=comm)
     for m in (twin, engine.model):
         m[1][0].weight.requires_grad_(False)
-        matrices, others = ([p for p in m.parameters() if p.dim() == d] for d in (2, 1))
-        muon, adamw = torch.optim.Muon(matrices, lr=0.1), torch.optim.AdamW(others, lr=0.1)
+        muon, adamw = muon_and_adamw(m)
         for seed in range(3):
 
             def closure(m: nn.Module = m, seed: int = seed) -> Tensor:
