@@ -49,12 +49,10 @@ def ranks_for(
     """The group, mesh and shard_size. Raises UsageError if they do not fit the strategy."""
     found, mesh, shard_size = with_replicas(process_group, device_mesh)
     hybrid = "HYBRID" in strategy
-    if not hybrid and shard_size is None:
-        return found, mesh, None
     if hybrid and found is None and mesh is None:
         local = os.environ.get("LOCAL_WORLD_SIZE", "")
         shard_size = int(local) if local.isdecimal() else None
-    if not hybrid or shard_size is None:
+    if hybrid != (shard_size is not None):
         raise UsageError(
             f"FullyShardedDataParallel: {strategy} with process_group={process_group!r} and "
             f"device_mesh={device_mesh!r}; allowed: a pair of groups, or a mesh of two dimensions, "
