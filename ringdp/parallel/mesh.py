@@ -33,17 +33,18 @@ def of_mesh(ranks: Any, mesh: Any) -> Any:
     return mesh.get_group(mesh_dim=0)
 
 
-def with_replicas(ranks: Any, mesh: Any) -> tuple[Any, Any, int | None]:
-    """`ranks`, `mesh` and shard_size, where the first two may ask for replicas; the mesh then is
-    one of both dimensions. Raises UsageError for ranks in another order than ascending."""
+def with_replicas(ranks: Any, mesh: Any) -> tuple[Any, int | None, torch.device | None]:
+    """The group that either argument means, which may ask for replicas; shard_size then; and the
+    current GPU for a mesh of GPUs. Raises UsageError for ranks in another order than ascending."""
+    size: int | None = None
     if isinstance(mesh, DeviceMesh) and mesh.ndim == 2:
         members = mesh.mesh.flatten().tolist()
         if members != sorted(members):
             raise UsageError(
                 f"a mesh for replicas of ranks {mesh.mesh.tolist()}; allowed: ascending ones"
             )
-        return ranks, mesh._flatten(), mesh.size(1)
-    if isinstance(ranks, tuple):
+        mesh, size = mesh._flatten(), mesh.size(1)
+    elif isinstance(ranks, tuple):
         if [isinstance(each, ProcessGroup) for each in ranks] != [True, True]:
             raise UsageError(f"process_group={ranks!r}; allowed: two groups, shards and replicas")
         shards, replicas = map(get_process_group_ranks, ranks)
@@ -56,8 +57,11 @@ def with_replicas(ranks: Any, mesh: Any) -> tuple[Any, Any, int | None]:
                 " the first of consecutive ranks, the second of those that have the same shard, "
                 f"both together all {world}"
             )
-        return group.WORLD, mesh, size
-    return ranks, mesh, None
+        ranks = group.WORLD
+    found = of_mesh(ranks, mesh)
+    if mesh is None or mesh.device_type != "cuda":
+        return found, size, None
+    return found, size, torch.device("cuda", torch.cuda.current_device())
 
 
 def localize(module: nn.Module, mesh: Any) -> None:
@@ -73,15 +77,10 @@ def localize(module: nn.Module, mesh: Any) -> None:
 def move_to_ranks(
     model: nn.Module,
     ranks: Communicator | ProcessGroup | None,
-    mesh: Any = None,
     device: torch.device | None = None,
 ) -> Communicator:
-    """Move what is on the CPU to `device`, by default the current GPU for a mesh of GPUs, else the
-    communicator's. Parameters stay the same objects. Returns the communicator (see
-    `communicator_of`)."""
-    ranks = of_mesh(ranks, mesh)
-    if device is None and mesh is not None and mesh.device_type == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())
+    """Move what is on the CPU to `device`, by default the communicator's. Parameters stay the same
+    objects. Returns the communicator (see `communicator_of`)."""
     if device is None:
         placed = [t for t in model.parameters() if t.device.type != "cpu"]
         device = communicator_of(ranks, placed).device

@@ -134,8 +134,8 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
         if auto_wrap_policy is not None:
             units = units_of(module, auto_wrap_policy)
         device, init = device_of(device_id, module), init_of(param_init_fn, module)
-        group, mesh, shard_size = ranks_for(name, process_group, device_mesh)
-        comm = take_in(inner, module, group, mesh, shard_size, device)
+        group, shard_size, gpu = ranks_for(name, process_group, device_mesh)
+        comm = take_in(inner, module, group, shard_size, device or gpu)
         self.module = module
         self._state_configs: tuple[Any, Any] = (None, None)  # the model's, the optimizer's
         self.engine = shard(

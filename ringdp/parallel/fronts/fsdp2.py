@@ -101,8 +101,8 @@ def fully_shard(
     live = {n: m for n, m in within.items() if not m.engine.closed or m.engine in _TAKEN_IN}
     stage = _stage(live, asked, reshard_after_forward)
     inner: list[Any] = [*within.values()]
-    comm, mesh, shard_size = with_replicas(comm, mesh)
-    ranks = take_in(live.values(), whole, comm, mesh, shard_size)
+    group, shard_size, gpu = with_replicas(comm, mesh)
+    ranks = take_in(live.values(), whole, group, shard_size, gpu)
     engine = shard(
         whole,
         stage=stage,
@@ -165,9 +165,8 @@ def take_in(
     inner: Iterable[Any],
     model: nn.Module,
     ranks: Communicator | ProcessGroup | None,
-    mesh: Any = None,
-    shard_size: int | None = None,
-    device: torch.device | None = None,
+    shard_size: int | None,
+    device: torch.device | None,
 ) -> Communicator:
     """Close the engines of modules sharded before, and make these whole. Returns the communicator
     for the model with them (see `move_to_ranks`). Collective."""
@@ -180,7 +179,7 @@ def take_in(
             with m.engine.full_parameters():
                 m.engine.close()
             _TAKEN_IN.add(m.engine)
-    comm = move_to_ranks(model, ranks, mesh, device)
+    comm = move_to_ranks(model, ranks, device)
     before.pop(comm, None)
     _check_same(before, comm)
     if others := sizes - {shard_size or comm.size}:

@@ -45,11 +45,11 @@ def _refused(device_id: object, why: str) -> UsageError:
 
 def ranks_for(
     strategy: str, process_group: Any, device_mesh: Any
-) -> tuple[ProcessGroup | Communicator | None, Any, int | None]:
-    """The group, mesh and shard_size. Raises UsageError if they do not fit the strategy."""
-    found, mesh, shard_size = with_replicas(process_group, device_mesh)
+) -> tuple[ProcessGroup | Communicator | None, int | None, torch.device | None]:
+    """As `with_replicas`. Raises UsageError if it does not fit the strategy."""
+    found, shard_size, device = with_replicas(process_group, device_mesh)
     hybrid = "HYBRID" in strategy
-    if hybrid and found is None and mesh is None:
+    if hybrid and found is None:
         local = os.environ.get("LOCAL_WORLD_SIZE", "")
         shard_size = int(local) if local.isdecimal() else None
     if hybrid != (shard_size is not None):
@@ -58,7 +58,7 @@ def ranks_for(
             f"device_mesh={device_mesh!r}; allowed: a pair of groups, or a mesh of two dimensions, "
             "with HYBRID_SHARD and _HYBRID_SHARD_ZERO2; these also without either, under torchrun"
         )
-    return found, mesh, shard_size
+    return found, shard_size, device
 
 
 def units_of(model: nn.Module, policy: Any) -> set[nn.Module]:

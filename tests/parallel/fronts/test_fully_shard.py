@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from ringdp import CommunicationError, Communicator, Offload, UsageError
+from ringdp import CommunicationError, Communicator, ModelError, Offload, UsageError
 from ringdp.parallel import fronts
 from ringdp.parallel.fronts.fsdp_module import FSDPModule
 from tests.parallel.fronts.scripts import ours_and_torchs
@@ -250,7 +250,8 @@ def test_modules_without_parameters_are_accepted_as_by_torchs(comm: Communicator
 
 @on_ranks(4)
 def test_all_of_a_model_is_sharded_over_the_same_ranks(comm: Communicator) -> None:
-    """In any order; groups of the same size may be of other ranks."""
+    """In any order; groups of the same size may be of other ranks. A call whose arguments do not
+    fit one another leaves the modules within as they are."""
     model: Any = net()
     with comm.split(comm.rank // 2) as pair, comm.split(comm.rank % 2) as across:
         fronts.fully_shard(model[0], comm=pair)
@@ -260,6 +261,9 @@ def test_all_of_a_model_is_sharded_over_the_same_ranks(comm: Communicator) -> No
             fronts.fully_shard(model, comm=across)
     with comm.split(0, key=-comm.rank) as backwards:
         fronts.fully_shard(model[0], comm=backwards)
+        with pytest.raises(ModelError, match="Cannot specify both"):
+            fronts.fully_shard(model, comm=comm, mesh=backwards)
+        assert not model[0].engine.closed
         fronts.fully_shard(model, comm=comm)
         model.engine.close()
 
