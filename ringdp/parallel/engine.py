@@ -60,7 +60,8 @@ class Engine:
     ) -> None:
         """Collective: creates two communicators. `kept`: see `Gathering`."""
         self.model, self.stage, self.units, self.ledger = model, stage, units, ledger
-        self.comm, self.shards, _ = ranks = ledger.ranks  # all, and those that hold one model
+        ranks = ledger.ranks
+        self.comm, self.shards = ranks.every, ranks.shards  # all, and those that hold one model
         of: dict[nn.Module, list[int]] = {}
         for unit in units:
             of.setdefault(unit.module, []).append(unit.index)
@@ -70,10 +71,11 @@ class Engine:
         beside = ranks.every.wired or any(u.full.is_cuda for u in units)
         turns = None if beside else self.reducing
         self.gathering = Gathering(units, self.groups, duplicate(), prefetch_bytes, turns, kept)
-        for each in filter(None, (self.reducing.comm, self.gathering.comm, ranks.replicas)):
+        own = self.reducing.comm, self.gathering.comm
+        for each in filter(None, (*own, ranks.replicas, ranks.near)):
             each.name_tags([unit.plan.name or "root" for unit in units])
-        if ranks.replicas:  # a rank that dies is in some of them, but all ranks wait for it
-            ranks.replicas.end_with(ranks.shards, self.reducing.comm, self.gathering.comm)
+        if ranks.made:  # a rank that dies is in some of them, but all ranks wait for it
+            own[0].end_with(own[1], *ranks.made)
         self._unmanaged = Unmanaged(model, units)
 
         self._writes = True  # whether full_parameters keeps what is written
@@ -190,7 +192,9 @@ class Engine:
 
     def sent_bytes(self) -> int:
         """Bytes this rank has sent for gathers and reductions so far."""
-        return self.gathering.comm.sent_bytes() + self.reducing.sent_bytes()
+        near = self.ledger.ranks.near
+        gathers = self.gathering.comm.sent_bytes() + (near.sent_bytes() if near else 0)
+        return gathers + self.reducing.sent_bytes()
 
     def traffic_formula(self) -> int:
         """Bytes this rank sends in a step of one forward and one backward."""
@@ -200,7 +204,8 @@ class Engine:
     def _sharding(self) -> Sharding:
         units, widths = [u.plan for u in self.units], [u.widths for u in self.units]
         g, replicas = self.gathering, self.ledger.ranks.replica_count
-        return Sharding(units, widths, self.groups, self.stage, g.limit, g.kept, replicas)
+        near = [u.near.size if u.near else 0 for u in self.units]
+        return Sharding(units, widths, self.groups, self.stage, g.limit, g.kept, replicas, near)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -38,6 +38,7 @@ def shard(
     offload: Offload | None = None,
     comm: Communicator | ProcessGroup | None = None,
     shard_size: int | None = None,
+    reshard_size: int | None = None,
     prefetch_bytes: int | None = None,
     persist_below: int = 0,
     keep: ModuleRule | None = None,
@@ -51,7 +52,9 @@ def shard(
     precision: dtypes in forward, backward and reductions. offload: what rests in host memory. comm:
     a communicator or a torch.distributed group; by default what `ringdp.init` made last, or else
     torch's default group. shard_size: how many ranks hold a model together, by default all; with
-    fewer, which must divide them, the others hold replicas (see `ranks`). prefetch_bytes: what
+    fewer, which must divide them, the others hold replicas (see `ranks`). reshard_size: how many of
+    these gather a unit for its backward in stage 3, each of which keeps a piece of it since its
+    forward; by default all, from their shards. prefetch_bytes: what
     stage 3 may gather ahead of its use; by default one unit, the largest. persist_below: parameters
     of fewer elements stay gathered from the model's forward to the end of its backward. keep:
     modules (a class, several, or a predicate) whose units stage 3 does not free between their
@@ -78,6 +81,7 @@ def shard(
     _check(offload, Offload | None, "offload")
     _check(init, Callable | None, "init")
     _check(shard_size, int | None, "shard_size")
+    _check(reshard_size, int | None, "reshard_size")
     if keep is not None:
         check_rule("keep", keep)
     if torch.is_inference_mode_enabled():
@@ -95,10 +99,12 @@ def shard(
     meta.check(model, init)
     comm = communicator_of(comm, model.parameters())
     size = comm.size if shard_size is None else shard_size
+    near = size if reshard_size is None else reshard_size
     found, chosen = find_units(model, unit, persist_below=persist_below, precision=precision)
     kept = {at for at, f in enumerate(found) if keep is not None and matches(f.module, keep)}
     of = {
-        p: {"unit": f.name or "root", "stage": stage, "shard_size": size, "keep": at in kept}
+        p: {"unit": f.name or "root", "stage": stage, "shard_size": size, "reshard_size": near}
+        | {"keep": at in kept}
         for at, f in enumerate(found)
         for _, p in f.parameters
     }
@@ -106,12 +112,19 @@ def shard(
     check_equal(comm, facts, "shard")
     # only now: where the ranks' arguments differ, some might raise alone
     offload.check(row)
-    _check_shard_size(size, row, comm)
+    check_size("shard_size", size, comm.size)
+    if size < comm.size and not row.slices:
+        raise UsageError(f"shard_size={size} in stage 0, which shards nothing; it needs 1, 2 or 3")
+    check_size("reshard_size", near, size)
+    if near < size and not row.freed:
+        raise UsageError(f"reshard_size={near} in stage {stage}, which frees no unit; it needs 3")
     if keep is not None and not kept:
         kinds = ", ".join(sorted({type(f.module).__name__ for f in found}))
         raise UsageError(f"keep={keep!r} matches no unit; the units are of {kinds}")
+    if near == 1 < size:  # a rank's piece is the unit
+        kept = {*range(len(found))}
     placed = (p.device for p in model.parameters() if not p.is_meta)
-    ledger = Ledger(ranks_of(comm, size), next(placed, comm.device), offload)
+    ledger = Ledger(ranks_of(comm, size, near), next(placed, comm.device), offload)
     units = _build(model, found, row, ledger, init)
     meta.fill(model, model.buffers(), init, comm.device)  # of modules without parameters
     broadcast(comm, model.buffers())
@@ -139,12 +152,11 @@ def _check(value: object, allowed: Any, name: str) -> None:
         raise UsageError(f"shard({name}={value!r}): allowed: {names}")
 
 
-def _check_shard_size(size: int, stage: Stage, comm: Communicator) -> None:
-    if type(size) is not int or size < 1 or comm.size % size:
-        fit = [n for n in range(1, comm.size + 1) if comm.size % n == 0]
-        raise UsageError(f"shard_size is {size!r}, over {comm.size} ranks; allowed: {fit}")
-    if size < comm.size and not stage.slices:
-        raise UsageError(f"shard_size={size} in stage 0, which shards nothing; it needs 1, 2 or 3")
+def check_size(name: str, size: int, ranks: int) -> None:
+    """Raise UsageError unless so many ranks are equal parts of `ranks`."""
+    if type(size) is not int or size < 1 or ranks % size:
+        fit = [n for n in range(1, ranks + 1) if ranks % n == 0]
+        raise UsageError(f"{name} is {size!r}, over {ranks} ranks; allowed: {fit}")
 
 
 def _build(

@@ -72,7 +72,8 @@ class Forwards:
                 if (index == 0 and not self._calls_itself()) or alone or self.gathering.over:
                     self._begin()
                     self.backwards.begin()
-                    self.gathering.begin(foreseen=index == 0 or not alone)
+                    trains = torch.is_grad_enabled()
+                    self.gathering.begin(foreseen=index == 0 or not alone, trains=trains)
                 self.gathering.callers[index].update(self.gathering.in_use)
                 self.gathering.forwards.append(index)  # before it waits, as other threads go on
                 self.backwards.use(index)
@@ -85,7 +86,7 @@ class Forwards:
             recomputed = running and torch.is_grad_enabled()
             for index in indices:
                 free = index not in self.gathering.kept and not recomputed
-                self.gathering.done_with(index, free=free)
+                self.gathering.done_with(index, free=free, again=not running)
         backwards = weakref.proxy(self.backwards)  # as the model may keep what it returns
         for t in starts:
             t.register_hook(lambda _: backwards.reach(indices))  # type: ignore[no-untyped-call]

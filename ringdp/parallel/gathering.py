@@ -52,21 +52,23 @@ class Gathering:
         self._position: int | None = -1  # in `_order`; None: not predicted
         self._ahead: set[int] = set()  # gathered before their use
         self.over = True  # the next forward starts an iteration: all are sharded
+        self._trains = False  # whether the iteration's forward may have a backward
 
     @property
     def summoned(self) -> bool:
         """Whether units are SUMMONED: all are, or none."""
         return self.units[0].state is State.SUMMONED
 
-    def begin(self, *, foreseen: bool) -> None:
-        """A new iteration starts: reshard what a forward without a backward has gathered ahead, as
-        the slices may have changed since. If it is not `foreseen` (a call of a unit by itself),
-        nothing is gathered ahead."""
+    def begin(self, *, foreseen: bool, trains: bool) -> None:
+        """A new iteration starts, which `trains` if a backward may follow: reshard what a forward
+        without a backward has gathered ahead, as the slices may have changed since. If it is not
+        `foreseen` (a call of a unit by itself), nothing is gathered ahead."""
         self.reshard([self.units[index] for index in self._ahead])
+        self._forget()
         self.in_use.clear()
         self.forwards.clear()
         self._seen.clear()
-        self._position, self.over = -1 if foreseen else None, False
+        self._position, self.over, self._trains = -1 if foreseen else None, False, trains
 
     def use(self, index: int) -> None:
         """Unshard the unit, after starting the gathers of the next ones."""
@@ -91,8 +93,9 @@ class Gathering:
             unit.gather(self.comm)
         self._ahead.discard(unit.index)
 
-    def done_with(self, index: int, *, free: bool) -> None:
-        """The unit's forward or backward is over: `free` it if its stage does that.
+    def done_with(self, index: int, *, free: bool, again: bool = False) -> None:
+        """The unit's forward or backward is over: `free` it if its stage does that. `again`: its
+        backward comes, if the iteration has one.
 
         A unit that would be gathered again at once stays: the last one of a forward.
         """
@@ -106,7 +109,7 @@ class Gathering:
             unit.set_aside()
             self._ahead.add(index)
         else:
-            unit.reshard()
+            unit.reshard(again=again and self._trains)
         refuse_lost(lost)
         self.prefetch()
 
@@ -203,6 +206,11 @@ class Gathering:
         self.forwards.clear()
         self._deferred = False
         self.reshard(self.units)
+        self._forget()
+
+    def _forget(self) -> None:
+        for unit in self.units:
+            unit.forget()
 
     def prefetch(self) -> None:
         """Start to gather the next units."""

@@ -7,7 +7,7 @@
       3    shard       shard      shard       2         reduce_scatter
 
 `gathers` are all_gathers per unit and step: before the next forward (stages 1, 2), or before each
-unit's forward and again before its backward (stage 3; but see `dry_run.gathers`). Rajbhandari et
+unit's forward and again before its backward (stage 3; but see `formula.traffic`). Rajbhandari et
 al. 2020 (ZeRO).
 """
 

@@ -63,6 +63,7 @@ class Row(NamedTuple):
     offload: bool = False
     keep: Any = None
     shard_size: int | None = None
+    reshard_size: int | None = None
 
 
 LAYER, BLOCK, WHOLE = (nn.Linear, nn.LayerNorm), Block, 10**9
@@ -84,6 +85,9 @@ TABLE = [
     Row(4, True, BLOCK, 2, True, 0.1, MIXED, 22, shard_size=2),
     Row(4, False, LAYER, 1, False, None, FLOAT, offload=True, shard_size=2),
     Row(4, True, LAYER, 1, False, 0.1, Precision(reduce=BF16), keep=nn.Linear, shard_size=1),
+    Row(4, True, BLOCK, 2, False, None, MIXED, 22, reshard_size=2),
+    Row(4, False, LAYER, 2, True, 0.1, FLOAT, offload=True, keep=nn.LayerNorm, reshard_size=2),
+    Row(4, True, LAYER, 1, False, None, NORMS, reshard_size=1),
 ]
 
 
@@ -130,6 +134,7 @@ def train(comm: Communicator, row: Row, stage: int) -> Outcome:
         keep=row.keep,
         offload=Offload(parameters=stage == 3, optimizer=True) if row.offload and stage else None,
         shard_size=row.shard_size,
+        reshard_size=row.reshard_size if stage == 3 else None,
         comm=comm,
     )
     try:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ringdp.parallel import gathering
-from ringdp.parallel.accounting.dry_run import Event, _Unit, gathers, iteration, peaks
+from ringdp.parallel.accounting.dry_run import Event, _Unit, iteration, peaks
 from ringdp.parallel.gathering import Gathering
 from ringdp.parallel.prefetch import ahead, forecast, position_of
 from ringdp.parallel.reducing import Reducing, _Reduction, _Turn
@@ -132,7 +133,7 @@ def test_what_an_iteration_has_left_in_flight_takes_no_room_in_the_next():
     units = [Dropped(i, 8, events, freed=i > 0) for i in range(3)]
     gathering = Gathering(units, alone(3), None, 8, None)
     for _ in range(2):  # a forward without a backward
-        gathering.begin(foreseen=True)
+        gathering.begin(foreseen=True, trains=True)
         gathering.use(0)
         assert events[-1] == Event("gather", 1)
         events.clear()
@@ -146,7 +147,7 @@ def test_an_iteration_that_leaves_the_order_of_the_last_one_is_not_foreseen():
         gathering.use(unit)
     gathering.end(learn=True)
     for uses, foreseen in (((0, 1), True), ((0, 2, 1), False)):
-        gathering.begin(foreseen=True)
+        gathering.begin(foreseen=True, trains=True)
         for unit in uses:
             gathering.use(unit)
         assert (units[3].state is not State.SHARDED) == foreseen
@@ -162,7 +163,7 @@ def test_what_was_deferred_at_the_end_of_an_iteration_is_not_gathered_after_it()
     gathering.use(0)
     gathering.end(learn=False)
     busy.under_way = lambda: 0
-    gathering.begin(foreseen=True)
+    gathering.begin(foreseen=True, trains=True)
     gathering.prefetch_deferred(wait=True)
     assert [event for event in events if event.what == "gather"] == [Event("gather", 0)]
 
@@ -177,10 +178,16 @@ def test_equal_units_peak_at_the_root_and_two(root, size, units):
     assert gathered_peak([root] + [size] * units, alone(units + 1), limit=0) == root + size
 
 
-def test_units_that_would_be_gathered_again_at_once_stay():
-    assert gathers([9, 5, 5, 5], alone(4), limit=4) == {0: 1, 1: 2, 2: 2, 3: 2}
-    assert gathers([9, 5, 5, 5], alone(4), limit=5) == {0: 1, 1: 2, 2: 2, 3: 1}
-    assert gathers([9, 5, 5, 5], alone(4), limit=15) == {0: 1, 1: 1, 2: 1, 3: 1}
+@pytest.mark.parametrize(("limit", "twice"), [(4, [1, 2, 3]), (5, [1, 2]), (15, [])])
+@pytest.mark.parametrize("pieces", [[0, 0, 0, 0], [9, 1, 2, 3]])
+def test_units_that_would_be_gathered_again_at_once_stay(limit, twice, pieces):
+    events = iteration([9, 5, 5, 5], alone(4), limit, freed=True, pieces=pieces)
+    gathers = [event for event in events if event.what.startswith("gather")]
+    first, second = gathers[:4], gathers[4:]
+    assert first == [("gather", unit) for unit in range(4)]
+    assert second == [
+        ("gather_near" if any(pieces) else "gather", unit) for unit in reversed(twice)
+    ]
 
 
 @given(SIZES, st.integers(0, 300))

@@ -8,7 +8,6 @@ several units of one module the last one's gradients are complete first.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -22,11 +21,15 @@ from ringdp.parallel.unit import FlatUnit
 class Event(NamedTuple):
     """What happens to a unit, or which group runs.
 
-    For a bucket that is allocated and freed: fill (allocated), reduce (its gradients are complete),
+    Of a unit with pieces: keep (this rank's piece is allocated), gather_near (from the pieces). For
+    a bucket that is allocated and freed: fill (allocated), reduce (its gradients are complete),
     reduced (freed).
     """
 
-    what: Literal["gather", "use", "free", "forward", "backward", "fill", "reduce", "reduced"]
+    what: Literal[
+        "gather", "gather_near", "use", "free", "keep", "forward", "backward",
+        "fill", "reduce", "reduced",
+    ]  # fmt: skip
     which: int
 
 
@@ -37,18 +40,21 @@ def iteration(
     *,
     freed: bool,
     kept: Collection[int] = (),
+    pieces: Sequence[int] = (),
     buckets: Sequence[int] = (),
     overlap: bool = True,
     yields: bool = False,
 ) -> list[Event]:
     """`sizes`: bytes that gathering each unit takes. `freed`: whether units but the root are freed
     after each use, unless they would be gathered again at once. `kept`: those of them that are not
-    freed after their forward. `buckets`: bytes of each unit's bucket, if these are allocated and
-    freed. `overlap`: whether a reduction runs during the next unit's backward. `yields`: see Note
-    [gathers yield to reductions].
+    freed after their forward. `pieces`: bytes that a rank keeps of each unit, from which it is
+    gathered for its backward; 0 without a `reshard_size`. `buckets`: bytes of each unit's bucket,
+    if these are allocated and freed. `overlap`: whether a reduction runs during the next unit's
+    backward. `yields`: see Note [gathers yield to reductions].
     """
     events: list[Event] = []
-    units = [_Unit(i, size, events, freed=freed) for i, size in enumerate(sizes)]
+    pieces = pieces or [0] * len(sizes)
+    units = [_Unit(i, size, events, freed=freed, piece=pieces[i]) for i, size in enumerate(sizes)]
     reducing = _Reducing(buckets or [0] * len(sizes), events, overlap=overlap)
     nowhere: Any = None
     gathering = Gathering(units, groups, nowhere, limit, reducing if yields else None, kept)
@@ -74,12 +80,13 @@ def iteration(
         while ended:
             gathering.done_with(ended.pop(0), free=True)
 
+    gathering.begin(foreseen=True, trains=True)
     use(0)
     for group in inner:
         use(group)
         events.append(Event("forward", group))
         for unit in groups[group]:
-            gathering.done_with(unit, free=unit not in gathering.kept)
+            gathering.done_with(unit, free=unit not in gathering.kept, again=True)
     events.append(Event("forward", 0))
     use(0, fill=True)
     events.append(Event("backward", 0))
@@ -101,41 +108,39 @@ class Peaks(NamedTuple):
     passing: int
 
 
-def peaks(events: Sequence[Event], sizes: Sequence[int], buckets: Sequence[int]) -> Peaks:
+def peaks(
+    events: Sequence[Event],
+    sizes: Sequence[int],
+    buckets: Sequence[int],
+    pieces: Sequence[int] = (),
+) -> Peaks:
     """For equal units of S bytes, equal buckets, a limit of S and a trained root of R bytes:
-    R + 2 S, and 2 R + 3 S."""
+    R + 2 S, and 2 R + 3 S. `pieces`: bytes of each unit's piece, which all stay until the end."""
     gathered = filled = 0
     most = Peaks(0, 0)
     for what, unit in events:
-        if what in ("gather", "free"):
-            gathered += sizes[unit] if what == "gather" else -sizes[unit]
+        if what in ("gather", "gather_near", "free"):
+            gathered += -sizes[unit] if what == "free" else sizes[unit]
+        elif what == "keep":
+            gathered += pieces[unit]
         elif what in ("fill", "reduced"):
             filled += buckets[unit] if what == "fill" else -buckets[unit]
         most = Peaks(max(most.gathered, gathered), max(most.passing, gathered + filled))
     return most
 
 
-def gathers(
-    sizes: Sequence[int], groups: Groups, limit: int, kept: Collection[int] = ()
-) -> Counter[int]:
-    """How often each unit is gathered in one iteration of stage 3.
-
-    The root and the `kept` once, the last unit once if the limit lets it stay for its backward,
-    others twice.
-    """
-    events = iteration(sizes, groups, limit, freed=True, kept=kept)
-    return Counter(unit for what, unit in events if what == "gather")
-
-
 class _Unit(FlatUnit):
     """A unit without tensors that records what happens to it."""
 
-    def __init__(self, index: int, size: int, events: list[Event], *, freed: bool) -> None:
+    def __init__(
+        self, index: int, size: int, events: list[Event], *, freed: bool, piece: int = 0
+    ) -> None:
         self.index, self.bytes, self.freed, self._events = index, size, freed, events
         self.state = State.SHARDED
+        self._keeps, self._kept = piece > 0, False
 
     def gather(self, comm: object) -> None:
-        self._events.append(Event("gather", self.index))
+        self._events.append(Event("gather_near" if self._kept else "gather", self.index))
         self.state = State.GATHERING
 
     def unshard(self) -> None:
@@ -150,9 +155,15 @@ class _Unit(FlatUnit):
     def lost(self) -> list[str]:
         return []
 
-    def reshard(self) -> None:
+    def reshard(self, *, again: bool = False) -> None:
+        if again and self._keeps and not self._kept:
+            self._events.append(Event("keep", self.index))
+            self._kept = True
         self._events.append(Event("free", self.index))
         self.state = State.SHARDED
+
+    def forget(self) -> None:
+        self._kept = False
 
 
 class _Reducing(Reducing):

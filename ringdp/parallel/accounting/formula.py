@@ -10,10 +10,11 @@ too, and gradients of no_sync the size of their unit in the masters' dtype.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from ringdp.parallel.accounting.dry_run import gathers, iteration, peaks
+from ringdp.parallel.accounting.dry_run import Event, iteration, peaks
 from ringdp.parallel.accounting.memory import Memory, Widths
 from ringdp.parallel.layout import Unit
 from ringdp.parallel.prefetch import Groups
@@ -30,6 +31,7 @@ class Sharding(NamedTuple):
     limit: int  # bytes to gather ahead
     kept: Collection[int] = ()  # units that are not freed after their forward, beside the root's
     replicas: int = 1
+    near: Sequence[int] = ()  # of each unit, its `reshard_size`, or 0
 
     @property
     def each(self) -> list[tuple[Unit, Widths]]:
@@ -40,6 +42,28 @@ class Sharding(NamedTuple):
         """The bytes that gathering each unit takes: none if it is never freed, so that prefetching
         has no bound."""
         return [w.compute * u.padded if self.stage.freed else 0 for u, w in self.each]
+
+    @property
+    def pieces(self) -> list[int]:
+        """The bytes that a rank keeps of each unit from its forward to the end of backward."""
+        near = self.near or [0] * len(self.units)
+        return [size // n if n else 0 for size, n in zip(self.sizes, near, strict=True)]
+
+    def iteration(
+        self, *, buckets: Sequence[int] = (), overlap: bool = True, yields: bool = False
+    ) -> list[Event]:
+        """See `dry_run.iteration`."""
+        return iteration(
+            self.sizes,
+            self.groups,
+            self.limit,
+            freed=self.stage.freed,
+            kept=self.kept,
+            pieces=self.pieces,
+            buckets=buckets,
+            overlap=overlap,
+            yields=yields,
+        )
 
 
 def formula(
@@ -58,24 +82,15 @@ def formula(
     gathered units and buckets by replaying an iteration. `overlap`, `yields`: see
     `dry_run.iteration`.
     """
-    stage, each, sizes = given.stage, given.each, given.sizes
+    stage, each = given.stage, given.each
     trained = [u for u, w in each if w.trainable]
     if stage.slices:
         owned = [elements for u in trained for elements in u.owned(rank)]
     else:
         owned = [e.elements for u in trained for e in u.entries]
     buckets = [w.bucket(u, stage) for u, w in each]
-    events = iteration(
-        sizes,
-        given.groups,
-        given.limit,
-        freed=stage.freed,
-        kept=given.kept,
-        buckets=buckets,
-        overlap=overlap,
-        yields=yields,
-    )
-    gathered, passing = peaks(events, sizes, buckets)
+    events = given.iteration(buckets=buckets, overlap=overlap, yields=yields)
+    gathered, passing = peaks(events, given.sizes, buckets, given.pieces)
     return Memory(
         parameters=sum(w.parameters(u, stage) for u, w in each),
         gathered_peak=gathered,
@@ -89,16 +104,21 @@ def traffic(given: Sharding) -> int:
     """Exact bytes that one rank sends in a step.
 
     A reduce_scatter or an all_gather sends n - 1 shards, an all_reduce twice that. Stage 3 gathers
-    twice what it frees between forward and backward (see `dry_run.gathers`); frozen units are not
-    reduced. With replicas an all_reduce of the rank's shard over these follows its reduce_scatter.
+    twice what it frees between forward and backward: all but the root, the `kept`, and the last
+    unit if `limit` lets it stay. The second gather sends pieces to fewer ranks with a
+    `reshard_size`. Frozen units are not reduced. With replicas an all_reduce of the rank's shard
+    over these follows its reduce_scatter.
     """
     others = given.replicas - 1
     reductions = 2 if given.stage.reduction == "all_reduce" else 1
-    often = dict.fromkeys(range(len(given.units)), given.stage.gathers)
-    if given.stage.freed:
-        often |= gathers(given.sizes, given.groups, given.limit, given.kept)
+    events = Counter(given.iteration())
+    gathers = [
+        events[Event("gather", i)] if given.stage.freed else given.stage.gathers
+        for i in range(len(given.units))
+    ]
     return sum(
-        (u.ranks - 1) * u.shard * (w.compute * often[i] + w.reduce * reductions * w.trainable)
+        (u.ranks - 1) * u.shard * (w.compute * gathers[i] + w.reduce * reductions * w.trainable)
+        + (given.sizes[i] - given.pieces[i]) * events[Event("gather_near", i)]
         + 2 * others * (u.shard // given.replicas) * w.reduce * w.trainable
         for i, (u, w) in enumerate(given.each)
     )

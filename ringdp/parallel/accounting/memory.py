@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from ringdp.comm import Communicator
 from ringdp.parallel.layout import Unit
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.pool import Pool
@@ -89,7 +90,7 @@ class Ledger:
     """Allocates and counts the engine's buffers: bytes of each category `now` and at its `peak`,
     and at the peak of "passing": gathered units and buckets together.
 
-    `device`: where the model computes. On the CPU the buffers are the memory of `ranks.shards`,
+    `device`: where the model computes. On the CPU the buffers are the memory of a communicator,
     whose collectives read and write it in place. `offload`: which are on the host instead.
     """
 
@@ -107,16 +108,22 @@ class Ledger:
     def give(self, category: str, size: int) -> None:
         self.now[category] -= size
 
-    def empty(self, category: str, elements: int, dtype: torch.dtype) -> Tensor:
+    def empty(
+        self,
+        category: str,
+        elements: int,
+        dtype: torch.dtype,
+        comm: Communicator | None = None,
+    ) -> Tensor:
         """Allocate a flat buffer, and count it."""
-        made = self.make(elements, dtype)
+        made = self.make(elements, dtype, comm)
         self.take(category, made.nbytes)
         return made
 
-    def make(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """Allocate a flat buffer, not counted."""
+    def make(self, elements: int, dtype: torch.dtype, comm: Communicator | None = None) -> Tensor:
+        """Allocate a flat buffer for `comm`, by default `ranks.shards`, not counted."""
         if self.device.type == "cpu":
-            return self.ranks.shards.empty(elements, dtype=dtype)
+            return (comm or self.ranks.shards).empty(elements, dtype=dtype)
         return torch.empty(elements, dtype=dtype, device=self.device)
 
 

@@ -84,6 +84,7 @@ def initialize(
     ).itemsize
     sizes = [s for s in (zero["reduce_bucket_size"], zero["allgather_bucket_size"]) if s]
     prefetch, live = zero["stage3_prefetch_bucket_size"], zero["stage3_max_live_parameters"]
+    near = zero["zero_hpz_partition_size"]
     batches = configs.batches(settings, comm.size)
     make: Any = configs.optimizer(settings) if optimizer is None else optimizer
     groups = _groups(model, make, model_parameters)
@@ -108,6 +109,7 @@ def initialize(
             overlap=zero["overlap_comm"],
             comm=comm,
             shard_size=None if zero["mics_shard_size"] < 0 else zero["mics_shard_size"],
+            reshard_size=None if near == 1 else near,
         )
         try:
             if unit is not None and sizes:

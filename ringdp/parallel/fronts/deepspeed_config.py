@@ -129,7 +129,7 @@ KEYS: dict[str, Any] = {
             False, "cpu_offload", "elastic_checkpoint", "legacy_stage1", "zero_quantized_gradients",
             "zero_quantized_nontrainable_weights", "zero_quantized_weights",
         ),
-        **_only(1, "zero_hpz_partition_size"),
+        "zero_hpz_partition_size": Key(1, "whole", 1),  # 1: all ranks
         "mics_shard_size": Key(-1, "whole", -1),  # -1: all ranks
         **_only(False, "mics_hierarchical_params_gather"),
         "sub_group_size": Key(1e9, "whole", 1e9),

@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from ringdp.comm import Communicator
 from ringdp.errors import UsageError
 from ringdp.parallel.engine import Engine
-from ringdp.parallel.entry import shard
+from ringdp.parallel.entry import check_size, shard
 from ringdp.parallel.fronts.fsdp_module import FSDPModule, Options, heed, sharded_class
 from ringdp.parallel.mesh import move_to_ranks, with_replicas
 from ringdp.parallel.meta import Init
@@ -56,7 +56,8 @@ def fully_shard(
     module: a list stands for a call for each of its modules; each is gathered by itself.
     reshard_after_forward: False keeps the module's parameters from its forward to its backward, as
     stage 3 always does with the root's. If all calls have False (the model's may have None), that
-    is stage 2: they are kept at all times. mp_policy, offload_policy: such as torch's
+    is stage 2: they are kept at all times. A number of ranks, the same in all calls that have one,
+    is a reshard_size of `shard`. mp_policy, offload_policy: such as torch's
     (CPUOffloadPolicy offloads parameters and optimizer), the same for blocks and model, but for
     output_dtype. Without reduce_dtype gradients are reduced in the parameters' dtype, as in torch
     from 2.15 on. mesh: of one dimension, or of two, replicas and shards; comm: an alternative. A
@@ -66,11 +67,13 @@ def fully_shard(
     have full_tensor().
     Raises UsageError for what is not implemented.
     """
-    if not isinstance(reshard_after_forward, bool | None):
+    if not isinstance(reshard_after_forward, bool | int | None):
         raise UsageError(
-            f"fully_shard: reshard_after_forward={reshard_after_forward!r} is not implemented; "
-            "allowed: None, True or False"
+            f"fully_shard: reshard_after_forward={reshard_after_forward!r}; allowed: None, True, "
+            "False or a number of ranks"
         )
+    if type(reshard_after_forward) is int and reshard_after_forward == 1:
+        reshard_after_forward = False  # one rank keeps all
     refuse(
         "fully_shard",
         shard_placement_fn=(shard_placement_fn, None),
@@ -93,16 +96,19 @@ def fully_shard(
         replace(policy, output=None),
         policy.output,
         repr(offload_policy) if kind == "CPUOffloadPolicy" else None,
-        reshard_after_forward is not False,
+        True if reshard_after_forward is None else reshard_after_forward,
     )
     whole = nn.ModuleList(modules) if several else modules[0]
     named = whole.named_modules()
     within = {n: m for n, m in named if isinstance(m, FSDPModule) and m not in modules}
     live = {n: m for n, m in within.items() if not m.engine.closed or m.engine in _TAKEN_IN}
     stage = _stage(live, asked, reshard_after_forward)
+    reshard_size = _reshard_size([asked, *(m._ringdp_asked for m in live.values())])
     inner: list[Any] = [*within.values()]
     group, shard_size, gpu = with_replicas(comm, mesh)
     ranks = take_in(live.values(), whole, group, shard_size, gpu)
+    if reshard_size is not None:
+        check_size("fully_shard: reshard_after_forward", reshard_size, shard_size or ranks.size)
     engine = shard(
         whole,
         stage=stage,
@@ -111,6 +117,7 @@ def fully_shard(
         offload=Offload(stage == 3, optimizer=True, pin=pins) if asked.offload_policy else None,
         comm=ranks,
         shard_size=shard_size,
+        reshard_size=reshard_size,
         init=init,
     )
     engine.always_gathers_state = True
@@ -145,7 +152,7 @@ def _check_module(module: nn.Module) -> None:
         )
 
 
-def _stage(inner: dict[str, FSDPModule], asked: Options, reshard: bool | None) -> int:
+def _stage(inner: dict[str, FSDPModule], asked: Options, reshard: int | None) -> int:
     """3 if anything is to be resharded after its forward. Raises UsageError if calls on the modules
     inside, by name, asked for something else."""
     before = {name: m._ringdp_asked for name, m in inner.items()}
@@ -159,6 +166,17 @@ def _stage(inner: dict[str, FSDPModule], asked: Options, reshard: bool | None) -
                 )
     own = reshard if before else asked.reshard_after_forward
     return 3 if own or any(other.reshard_after_forward for other in before.values()) else 2
+
+
+def _reshard_size(each: Iterable[Options]) -> int | None:
+    """The one number of ranks that calls asked for. Raises UsageError if there are several."""
+    sizes = {n for asked in each if type(n := asked.reshard_after_forward) is int}
+    if len(sizes) > 1:
+        raise UsageError(
+            f"fully_shard: reshard_after_forward is {sorted(sizes)} in calls for one model; "
+            "allowed: one number of ranks, beside True and False"
+        )
+    return sizes.pop() if sizes else None
 
 
 def take_in(

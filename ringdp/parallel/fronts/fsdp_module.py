@@ -34,7 +34,7 @@ class Options(NamedTuple):
     mp_policy: Precision
     output_dtype: torch.dtype | None
     offload_policy: str | None
-    reshard_after_forward: bool
+    reshard_after_forward: bool | int
     gradient_divide_factor: float | None = None  # None: the number of ranks
     requires_gradient_sync: bool = True
 
@@ -200,6 +200,8 @@ def heed(module: Any) -> None:
     for unit in _units_of(engine, [module]):
         unit.divisor = asked.gradient_divide_factor or engine.comm.size
         unit.sync = asked.requires_gradient_sync
+        some = type(asked.reshard_after_forward) is int
+        unit.near = engine.ledger.ranks.near if some else None
         if asked.reshard_after_forward and module is not engine.model:
             kept.discard(unit.index)
         else:

@@ -39,6 +39,8 @@ class EngineTracer(Tracer):
         engine.reducing.comm.label(f"reductions of stage {engine.stage.number}")
         if engine.reducing.replicas:
             engine.reducing.replicas.label("reductions over replicas")
+        if near := engine.ledger.ranks.near:
+            near.label("gathers of pieces")
         self._patches = patches = Patches()
         patches.after(engine.forwards, "before", self._forward_begins)
         patches.before(engine.forwards, "after", self._forward_ends)

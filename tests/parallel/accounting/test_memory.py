@@ -74,7 +74,7 @@ def test_the_optimizers_of_all_ranks_hold_each_element_once(sizes, n):
 
 
 def test_a_ledger_records_the_peak():
-    ledger = Ledger(ranks_of(ringdp.init(), 1), torch.device("cpu"), ringdp.Offload())
+    ledger = Ledger(ranks_of(ringdp.init(), 1, 1), torch.device("cpu"), ringdp.Offload())
     ledger.take("buckets", 5)
     ledger.take("buckets", 7)
     ledger.give("buckets", 5)

@@ -147,7 +147,9 @@ def test_a_failed_call_can_be_repeated_or_is_refused(comm: Communicator) -> None
             assert "make the model anew" in message
     model: Any = net()
     fronts.fully_shard(model[1], comm=comm)
-    with pytest.raises(UsageError, match="reshard_after_forward=3"):
+    with pytest.raises(
+        UsageError, match=r"reshard_after_forward is 3, over . ranks; allowed: \[1, 2"
+    ):
         fronts.fully_shard(model, comm=comm, reshard_after_forward=3)
     numbers, low = nn.Linear(2, 2, dtype=torch.complex64), MixedPrecisionPolicy(BF16)
     with pytest.raises(UsageError, match=r"weight is torch\.complex64; parameters must be floats"):
