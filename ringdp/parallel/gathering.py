@@ -161,6 +161,7 @@ class Gathering:
     def summon_all(self) -> None:
         """Summon every unit, or none if there is no memory for one. Collective."""
         self.reshard(self.units)
+        self._forget()
         self.let_write()
         for unit in self.units:
             unit.settle()

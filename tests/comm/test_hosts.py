@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from bench.hosts import Host, finish, torchrun, two_hosts
-from tests.transport.device_bodies import in_replicas
+from tests.transport.device_bodies import from_pieces, in_replicas
 from tests.transport.nccl.faults import LACKS_HOST_NCCL
 
 pytestmark = pytest.mark.process
@@ -33,15 +33,16 @@ for transport in sys.argv[1:]:
         comm.barrier()
 print(f"found {comm.rank} {os.stat('/proc/self/ns/net').st_ino}\\n", end="")  # in one write
 """
-REPLICAS = """
+ON_A_HOST = """
 import json
 import ringdp
-from tests.transport.device_bodies import in_replicas
+from tests.transport.device_bodies import from_pieces, in_replicas
 
 comm = ringdp.init(transport="c10d", timeout=180.0)
 parts = comm.split(comm.rank // 2), comm.split(comm.rank % 2), comm.duplicate()
 kinds = [type(part._transport).__name__ for part in parts]
-print(f"found {comm.rank} {json.dumps([kinds, in_replicas(comm).losses])}\\n", end="")
+losses = in_replicas(comm).losses, from_pieces(comm).losses
+print(f"found {comm.rank} {json.dumps([kinds, *losses])}\\n", end="")
 """
 
 
@@ -82,8 +83,9 @@ def test_transports_between_hosts(hosts: list[Host], tmp_path: Path) -> None:
 def test_ranks_of_one_host_share_memory_in_a_job_over_gloo(
     hosts: list[Host], tmp_path: Path, ranks: Any
 ) -> None:
-    """Those that are split off. Each host holds a replica, with the bits of one host's ranks."""
-    expected = [trained.losses for trained in ranks(4)(in_replicas)]
+    """Those that are split off. Each host holds a replica, or all of a unit for its backward, with
+    the bits of one host's ranks."""
+    replicas, pieces = ranks(4)(in_replicas), ranks(4)(from_pieces)
     kinds = ["ShmTransport", "C10dTransport", "C10dTransport"]
-    for each, losses in zip(found(hosts, tmp_path, 2, REPLICAS), expected, strict=True):
-        assert json.loads(each) == [kinds, losses]
+    for rank, each in enumerate(found(hosts, tmp_path, 2, ON_A_HOST)):
+        assert json.loads(each) == [kinds, replicas[rank].losses, pieces[rank].losses]

@@ -43,6 +43,11 @@ def in_replicas(comm: Communicator, device: str = "cpu") -> Trained:
     return _train(comm, device, torch.optim.AdamW, shard_size=comm.size // 2)
 
 
+def from_pieces(comm: Communicator, device: str = "cpu") -> Trained:
+    """In stage 3, with units that half of the ranks gather for their backward."""
+    return _train(comm, device, torch.optim.AdamW, reshard_size=comm.size // 2)
+
+
 def _train(comm: Communicator, device: str, kind: Any, **options: Any) -> Trained:
     net, losses = model().to(device), list[float]()
     engine = ringdp.shard(net, stage=3, comm=comm, **options)

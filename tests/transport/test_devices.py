@@ -18,7 +18,14 @@ from tests.equal import equal
 from tests.forks import CALL_TIMEOUT, Forks, Report, die, meet
 from tests.parallel.test_engine import train
 from tests.ranks import on_ranks
-from tests.transport.device_bodies import Trained, adafactor, ddp, in_replicas, train_clipped
+from tests.transport.device_bodies import (
+    Trained,
+    adafactor,
+    ddp,
+    from_pieces,
+    in_replicas,
+    train_clipped,
+)
 from tests.transport.nccl.faults import LOSE, fault, only_with_host_nccl
 from tests.transport.offered import offered
 from tests.transport.over import init_over, over
@@ -171,9 +178,9 @@ def test_training_gives_the_bits_of_shared_memory(over_device, ranks, trained, a
         assert here.sent == there.sent
 
 
-@pytest.mark.parametrize("n", [2, 4])
-def test_replicas_have_the_bits_of_shared_memory(over_device, ranks, n):
-    for here, there in zip(over_device(n)(in_replicas), ranks(n)(in_replicas), strict=True):
+@pytest.mark.parametrize(("trained", "n"), [(in_replicas, 2), (in_replicas, 4), (from_pieces, 4)])
+def test_parts_of_the_ranks_have_the_bits_of_shared_memory(over_device, ranks, trained, n):
+    for here, there in zip(over_device(n)(trained), ranks(n)(trained), strict=True):
         assert here.losses == there.losses
         assert equal(here.parameters, there.parameters)
         assert here.sent == there.sent

@@ -23,6 +23,7 @@ from tests.ranks import Pool
 from tests.transport.device_bodies import (
     adafactor,
     all_reduce_on_gpu,
+    from_pieces,
     in_replicas,
     replay_captured_all_reduce,
     train_clipped,
@@ -99,10 +100,12 @@ def test_stage_3_has_the_cpus_losses(on_gpu, pool):
             assert abs(found - expected_value) <= bound * abs(expected_value)
 
 
-@pytest.mark.parametrize("trained", [adafactor, in_replicas])
-def test_steps_of_whole_parameters_and_replicas_have_the_cpus_losses(on_gpu, pool, trained):
+@pytest.mark.parametrize(("trained", "n"), [(adafactor, 2), (in_replicas, 2), (from_pieces, 4)])
+def test_whole_parameters_and_parts_of_the_ranks_have_the_cpus_losses(gpu_ranks, trained, n):
     """As above. The updates' relative errors are those of the gradients."""
-    for here, there in zip(on_gpu(trained, "cuda"), pool(trained), strict=True):
+    pool = gpu_ranks(n, LIMIT)
+    found = pool(over_gpu, "nccl", LIMIT, trained, "cuda")
+    for here, there in zip(found, pool(trained), strict=True):
         for i, (found, expected_value) in enumerate(zip(here.losses, there.losses, strict=True)):
             bound = 2 * 5 * WIDTH * torch.finfo(torch.float32).eps * (1 + i)
             assert abs(found - expected_value) <= bound * abs(expected_value)
