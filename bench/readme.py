@@ -265,7 +265,7 @@ def replicas() -> str:
         cells = [f"{row[name]:,.0f}" for name in ("min", "median", "max", "mb")]
         lines.append([row["name"], *cells, *(f"{ratio:.2f}" for ratio in row["by"].values())])
     model = f"{found['parameters']:,} parameters, 2 hosts of 2 ranks, {found['rate']}/s"
-    others = ("/ FSDP2", "/ FSDP2 with replicas")
+    others = ("/ FSDP2", "/ the same, pieces", "/ the same, replicas")
     return markdown([model, "min, ms", "median", "max", "MB a host sends", *others], lines)
 
 

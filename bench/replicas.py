@@ -1,12 +1,13 @@
-"""Times a training step on two hosts with a slow network between them, with replicas and without.
+"""Times a training step on two hosts with a slow network between them, by what crosses it.
 
     python -m bench.replicas --json bench/results/replicas.json
 
 The hosts are those of `bench.hosts`, with RANKS ranks each, and RATE both ways between them. All
 train the GPT of `bench.ddp_step` with AdamW, and gather and free a block at a time: ringdp's stage
-3 over gloo, and torch's FSDP2 over gloo, each with all ranks holding one model, and with a replica
-on each host (whose ranks, in ringdp, then share memory). The ways take turns in one job, which
-keeps freed memory. `mb` is what a host sends in a step, as its end of the cable counts it.
+3 over gloo, and torch's FSDP2 over gloo, each with all ranks holding one model, with backward's
+gathers within a host (from pieces that its ranks keep), and with a replica on each host. A host's
+ranks share memory in ringdp. The ways take turns in one job, which keeps freed memory. `mb` is what
+a host sends in a step, as its end of the cable counts it.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ from ringdp.cli.bench.machine import describe
 from ringdp.cli.files import write_json
 
 RANKS, RATE, ROUNDS, LONGEST = 2, "1 Gbit", 12, 1800.0  # of a host; s that all may take
-FSDP2, REPLICAS = "FSDP2 over gloo", ", a replica on each host"
-WAYS = ("stage 3", f"stage 3{REPLICAS}", FSDP2, f"{FSDP2}{REPLICAS}")
+FSDP2 = "FSDP2 over gloo"
+PIECES, REPLICAS = ", a unit's pieces on each host", ", a replica on each host"
+WAYS = [f"{name}{how}" for name in ("stage 3", FSDP2) for how in ("", PIECES, REPLICAS)]
 
 
 def main() -> None:
@@ -68,7 +70,9 @@ def train(rounds: int) -> dict[str, object]:
     times = interleaved(steps, "two hosts", rounds)
     found = [
         asdict(row) | {"mb": round(statistics.median(sent[row.name]) / 1e6, 1)}
-        for row in rows(times, fsdp2=FSDP2, replicas=f"{FSDP2}{REPLICAS}")
+        for row in rows(
+            times, fsdp2=FSDP2, pieces=f"{FSDP2}{PIECES}", replicas=f"{FSDP2}{REPLICAS}"
+        )
     ]
     if rank == 0:
         for row in found:
@@ -77,14 +81,20 @@ def train(rounds: int) -> dict[str, object]:
 
 
 def sharded(way: str, model: gpt.GPT) -> nn.Module:
-    world, replicas = dist.get_world_size(), REPLICAS in way
+    world, replicas, pieces = dist.get_world_size(), REPLICAS in way, PIECES in way
     if way.startswith("stage 3"):
-        ringdp.shard(model, stage=3, unit=gpt.Block, shard_size=RANKS if replicas else None)
+        ringdp.shard(
+            model,
+            stage=3,
+            unit=gpt.Block,
+            shard_size=RANKS if replicas else None,
+            reshard_size=RANKS if pieces else None,
+        )
         return model
     shape = {"replicas": world // RANKS, "shards": RANKS} if replicas else {"shards": world}
     mesh = init_device_mesh("cpu", (*shape.values(),), mesh_dim_names=(*shape,))
     for block in model.blocks:
-        fully_shard(block, mesh=mesh)
+        fully_shard(block, mesh=mesh, reshard_after_forward=RANKS if pieces else True)
     return fully_shard(model, mesh=mesh)
 
 
