@@ -48,6 +48,9 @@ def check(options: Options) -> Setting:
     between("--ranks", options.ranks, 1, MOST_RANKS)
     between("--per-node", options.per_node, 1, MOST_RANKS)
     between("--shard-size", options.shard_size, 1, options.ranks)
+    size = options.ranks if options.shard_size is None else options.shard_size
+    between("--reshard-size", options.reshard_size, 1, size)
+    near = size if options.reshard_size is None else options.reshard_size
     between("--batch", options.batch, 1, 1 << 20)
     between("--context", options.context, 1, 1 << 24)
     one_of("--precision", options.precision, PRECISIONS)
@@ -83,12 +86,13 @@ def check(options: Options) -> Setting:
             f"--network is {options.network}, measured in a host's memory; allowed: with --flops, "
             f"what a rank computes there, which is no {options.device}"
         )
-    size = options.ranks if options.shard_size is None else options.shard_size
-    within = over if size == options.ranks else _within(options, size, over)
+    within = _part(options, "--shard-size", size, options.ranks, over)
     return Setting(
         ranks=options.ranks,
         replicas=options.ranks // size,
         within=within,
+        near=near if near < size else None,
+        nearby=_part(options, "--reshard-size", near, size, within),
         tokens=options.batch * options.context,
         memory=memory,
         flops=options.flops or (share or UTILISATION) * peak,
@@ -98,18 +102,20 @@ def check(options: Options) -> Setting:
     )
 
 
-def _within(options: Options, size: int, over: Network) -> Network:
-    """The network of a replica of `size` ranks."""
+def _part(options: Options, name: str, size: int, ranks: int, over: Network) -> Network:
+    """The network of `size` of `ranks`, which `over` connects."""
+    if size == ranks:
+        return over
     node = options.per_node or PER_NODE
     if over.measured:
         raise UsageError(
-            f"--shard-size is {size}; allowed: none with {options.network}, which measured all "
-            "ranks together"
+            f"{name} is {size}; allowed: none with {options.network}, which measured all ranks "
+            "together"
         )
-    if options.ranks % size or min(size, node) != math.gcd(size, node):
+    if ranks % size or min(size, node) != math.gcd(size, node):
         raise UsageError(
-            f"--shard-size is {size}; allowed: what divides --ranks, {options.ranks}, and fills "
-            f"nodes of {node} (--per-node) or equal parts of one"
+            f"{name} is {size}; allowed: what divides {ranks} ranks, and fills nodes of {node} "
+            "(--per-node) or equal parts of one"
         )
     named = options.network if size > node else None
     return network(named, options.device, size, per_node=node, alpha=options.alpha)
@@ -130,6 +136,7 @@ def to_json(
         "units": model.units,
         "ranks": setting.ranks,
         "shard_size": setting.ranks // setting.replicas,
+        "reshard_size": setting.near or setting.ranks // setting.replicas,
         "per_node": None if setting.network.measured else options.per_node or PER_NODE,
         "precision": options.precision,
         "tokens_per_rank": setting.tokens,

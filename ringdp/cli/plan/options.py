@@ -35,6 +35,10 @@ class Options:
         int | None,
         Option(help="ranks that hold a model together in stages 1 to 3; all if not given"),
     ] = None
+    reshard_size: Annotated[
+        int | None,
+        Option(help="of these, ranks that gather a unit for its backward in stage 3, likewise"),
+    ] = None
     stage: Annotated[str, Option(help="all, or some of 0,1,2,3")] = "all"
     precision: Annotated[str, Option(help="of compute: fp32, bf16 or fp16")] = "bf16"
     reduce: Annotated[

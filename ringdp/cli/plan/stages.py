@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 from ringdp.cli.bench.kernel_cases import CASES
 from ringdp.cli.plan.hardware import Network
@@ -38,6 +38,8 @@ class Setting:
     within: Network  # of a replica's ranks
     algorithm: str = "direct"
     replicas: int = 1  # in stages 1 to 3
+    near: int | None = None  # a `reshard_size`, and the network of so many
+    nearby: Network | None = None
 
     def of(self, stage: int) -> int:
         """The replicas in that stage."""
@@ -62,13 +64,19 @@ class Row:
 
 
 def held(
-    model: Model, stage: int, ranks: int, *, replicas: int = 1, yields: bool = False
+    model: Model,
+    stage: int,
+    ranks: int,
+    *,
+    replicas: int = 1,
+    near: int | None = None,
+    yields: bool = False,
 ) -> Memory:
     """Bytes of one rank, by the engine's formula with its default prefetching. `ranks`: of one
-    replica. `yields` is as in `Network`.
+    replica; `near`: see `Setting`; `yields`: see `Network`.
     """
     return formula(
-        _sharding(model, stage, ranks, replicas),
+        _sharding(model, stage, ranks, replicas, near),
         RANK,
         yields=yields,
         per_element=PER_ELEMENT,
@@ -79,12 +87,12 @@ def held(
 def row(model: Model, stage: int, setting: Setting) -> Row:
     replicas = setting.of(stage)
     shards = setting.ranks // replicas
-    given = _sharding(model, stage, shards, replicas)
+    given = _sharding(model, stage, shards, replicas, setting.near)
     each = given.each
     asked: set[tuple[Collective, int]] = set()
 
     @cache
-    def cost(collective: Collective, size: int) -> float:
+    def cost(collective: Collective, size: int, *, near: bool = False) -> float:
         if not size:
             return 0.0  # not called
         among = 0
@@ -95,7 +103,9 @@ def row(model: Model, stage: int, setting: Setting) -> Row:
             )
         asked.add((collective, max(size, among)))
         n, over = shards, setting.network
-        if replicas > 1 and collective == "all_reduce":
+        if near and setting.near and setting.nearby:
+            n, over = setting.near, setting.nearby
+        elif replicas > 1 and collective == "all_reduce":
             n = replicas
         elif replicas > 1:
             over = setting.within
@@ -109,6 +119,7 @@ def row(model: Model, stage: int, setting: Setting) -> Row:
     step = predict(
         given,
         cost=cost,
+        nearby=partial(cost, near=True),
         forward=[FLOPS * u.elements * setting.tokens / setting.flops for u in given.units],
         flatten=[(w.compute + w.reduce) * u.elements / setting.bandwidth for u, w in each],
         optimizer=4 * CASES["adamw"].moves * owned / setting.bandwidth,
@@ -132,8 +143,9 @@ def fits(model: Model, stage: int, setting: Setting) -> bool:
 
 
 def _held(model: Model, stage: int, setting: Setting) -> Memory:
-    replicas, yields = setting.of(stage), setting.network.yields
-    return held(model, stage, setting.ranks // replicas, replicas=replicas, yields=yields)
+    replicas, near, yields = setting.of(stage), setting.near, setting.network.yields
+    ranks = setting.ranks // replicas
+    return held(model, stage, ranks, replicas=replicas, near=near, yields=yields)
 
 
 def largest(model: Model, stage: int, setting: Setting) -> int:
@@ -171,9 +183,11 @@ def _stages(rows: Sequence[Row]) -> str:
     return f"stage {names} does" if len(rows) == 1 else f"stages {names} do"
 
 
-def _sharding(model: Model, stage: int, ranks: int, replicas: int) -> Sharding:
+def _sharding(model: Model, stage: int, ranks: int, replicas: int, near: int | None) -> Sharding:
     """How the engine shards the model by default. `ranks`: of one replica."""
     units, widths = model.layout(ranks, replicas), model.widths
     sizes = [w.compute * u.padded for u, w in zip(units, widths, strict=True)]
     limit = one_unit(sizes, model.groups)
-    return Sharding(units, widths, model.groups, stage_of(stage), limit, replicas=replicas)
+    kept = range(len(units)) if near == 1 else ()  # as in `shard`
+    pieces = [near or 0] * len(units)
+    return Sharding(units, widths, model.groups, stage_of(stage), limit, kept, replicas, pieces)

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ringdp.parallel.accounting.dry_run import iteration
 from ringdp.parallel.accounting.formula import Sharding
 from ringdp.schedule.algorithms import Collective
 
@@ -67,6 +66,7 @@ def predict(
     given: Sharding,
     *,
     cost: Cost,
+    nearby: Cost | None = None,
     forward: Sequence[float],
     flatten: Sequence[float],
     optimizer: float,
@@ -74,7 +74,7 @@ def predict(
 ) -> Step:
     """Simulate one step.
 
-    Times are in s. `forward` has each unit's forward; a backward takes twice as long. `flatten` has
+    Times are in s. `nearby`: the cost among ranks that gather pieces. `forward` has each unit's forward; a backward takes twice as long. `flatten` has
     the flattening of each unit's gradients, which counts as compute. `beside` says whether
     collectives run during compute.
     """
@@ -95,10 +95,11 @@ def predict(
         if given.replicas > 1:
             reduced = clocks.send(cost("all_reduce", widths.reduce * layout.shard))
 
-    for what, which in iteration(given.sizes, groups, given.limit, freed=given.stage.freed):
-        if what == "gather" and stage.gathers:
+    for what, which in given.iteration():
+        if what in ("gather", "gather_near") and stage.gathers:
             layout, widths = each[which]
-            ready[which] = clocks.send(cost("all_gather", widths.compute * layout.padded))
+            of = nearby if nearby and what == "gather_near" else cost
+            ready[which] = clocks.send(of("all_gather", widths.compute * layout.padded))
         elif what == "use":
             clocks.wait(ready[which])
         elif what == "forward":

@@ -51,7 +51,7 @@ def show(
         f"{setting.flops / 1e12:.4g} Tflop/s ({rate}); memory {setting.memory / 1e9:.4g} GB",
         f"{setting.algorithm}; {network.source}{hides}",
         *(fits or [terms(network.machine)]),
-        *_replicas(setting),
+        *_parts(setting),
     ):
         say(console, line)
     of_bytes = _scale(BYTES, max(r.total for r in rows))
@@ -80,13 +80,19 @@ def show(
     say(console, f"Recommended: {says}.")
 
 
-def _replicas(setting: Setting) -> Iterator[str]:
+def _parts(setting: Setting) -> Iterator[str]:
     if setting.replicas > 1:
         yield (
             f"in stages 1 to 3 {counted(setting.replicas, 'replica')}, each of "
             f"{counted(setting.ranks // setting.replicas, 'rank')}: {setting.within.source}"
         )
         yield terms(setting.within.machine)
+    if setting.near and setting.nearby:
+        yield (
+            f"in stage 3 each {counted(setting.near, 'rank')} gather a unit for its backward: "
+            f"{setting.nearby.source}"
+        )
+        yield terms(setting.nearby.machine)
 
 
 def terms(machine: Machine) -> str:

@@ -99,6 +99,27 @@ def test_replicas_are_priced_by_both_networks():
     assert message == f"none fits; stage 3 would with {ranks} ranks a replica"
 
 
+def test_gathers_from_pieces_are_priced_by_the_nodes_links():
+    """In stage 3, where one of three passes of all bytes then leaves the network between nodes."""
+    given = {"model": "llama-7b", "ranks": 64, "alpha": 0.0}
+    (*same, far), (*others, near), (*_, kept) = (
+        planned(**given, reshard_size=size)[2] for size in (None, 8, 1)
+    )
+    assert others == same
+    model, setting, _, _ = planned(**given, reshard_size=8)
+    assert near.memory == held(model, 3, 64, near=8)
+    psi = 2 * model.elements  # bytes in bf16
+    assert near.memory.gathered_peak - far.memory.gathered_peak == pytest.approx(psi / 8, rel=0.1)
+    assert kept.memory.gathered_peak == pytest.approx(psi, rel=0.01)
+    assert near.sent - kept.sent == pytest.approx(psi * 7 / 8, rel=0.1)
+    assert far.sent - kept.sent == pytest.approx(psi * 63 / 64, rel=0.1)
+    beta, links = setting.network.machine.beta, setting.nearby.machine.beta
+    saved = far.step.communication - near.step.communication
+    assert saved == pytest.approx(psi * (63 / 64 * beta - 7 / 8 * links), rel=0.1)
+    both = planned(**given, shard_size=32, reshard_size=8)[2][3]
+    assert both.memory == held(model, 3, 32, replicas=2, near=8)
+
+
 def test_a_larger_model_fits_where_gathers_yield():
     """In shared memory, which the bench file measures, they do."""
     model = read("params=1e6/8", precision(Options(model="")))
@@ -218,11 +239,19 @@ REFUSED = {
     "no rank a replica": (["--model", "gpt2", "--shard-size", "0"], "--shard-size is 0; allowed"),
     "parts of nodes": (
         ["--model", "gpt2", "--ranks", "24", "--shard-size", "3"],
-        "--shard-size is 3; allowed: what divides --ranks, 24, and fills nodes of 8",
+        "--shard-size is 3; allowed: what divides 24 ranks, and fills nodes of 8",
     ),
     "replicas of a bench": (
         [*GPT2_APART, "--flops", "1e11", "--network", str(BENCH)],
         "--shard-size is 1; allowed: none with",
+    ),
+    "more than a replica": (
+        ["--model", "gpt2", "--shard-size", "8", "--reshard-size", "16"],
+        "--reshard-size is 16; allowed: 1 to 8",
+    ),
+    "pieces in parts of nodes": (
+        ["--model", "gpt2", "--shard-size", "8", "--reshard-size", "3"],
+        "--reshard-size is 3; allowed: what divides 8 ranks, and fills nodes of 8",
     ),
     "stage 4": (["--model", "gpt2", "--stage", "4"], "--stage is '4'; allowed"),
     "precision": (["--model", "gpt2", "--precision", "int8"], "--precision is 'int8'; allowed"),

@@ -1,6 +1,10 @@
-"""Replicas in the fronts: FSDP's HYBRID_SHARD, fully_shard's meshes, and DeepSpeed's MiCS."""
+"""Parts of the ranks in the fronts: replicas (FSDP's HYBRID_SHARD, fully_shard's meshes, MiCS in
+DeepSpeed), and units gathered from pieces (fully_shard's reshard_after_forward, DeepSpeed's hpZ).
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +15,7 @@ from torch.distributed.fsdp import ShardingStrategy, fully_shard
 from ringdp import Communicator, UsageError
 from ringdp.comm import rendezvous
 from ringdp.parallel import fronts
+from ringdp.parallel.fronts.fsdp_module import FSDPModule
 from tests.parallel.ddp.cases import gloo
 from tests.parallel.fronts.test_fronts import net, train
 from tests.parallel.fronts.test_initialize import NAMED
@@ -67,6 +72,63 @@ def wrapped_blocks(mesh: DeviceMesh | None, outer: DeviceMesh | None) -> nn.Modu
     for block in model:
         fronts.fully_shard(block, mesh=mesh)
     return fronts.fully_shard(model, mesh=outer)
+
+
+def kept_by(comm: Communicator, *sizes: int | None, model: int | None = None) -> FSDPModule:
+    """Shards the model's blocks, and the model, with these `reshard_after_forward`."""
+    made: Any = net()
+    for block, size in zip(made, sizes, strict=True):
+        fronts.fully_shard(block, comm=comm, reshard_after_forward=size)
+    return fronts.fully_shard(made, comm=comm, reshard_after_forward=model)
+
+
+@on_ranks(4)
+def test_fully_shard_keeps_pieces_with_the_bits_of_torchs(comm: Communicator) -> None:
+    gloo()
+    torchs = net()
+    for module in (*torchs, torchs):
+        fully_shard(module, reshard_after_forward=2)
+    exact = train(comm, torchs, torch.optim.AdamW(torchs.parameters()))
+    for sizes, kept, frees in (
+        ((2, 2, 2), [2, 2, 2], [1, 2, 3]),
+        ((2, True, None), [2, 0, 0], [1, 2, 3]),
+        ((1, 2, False), [0, 2, 0], [2]),
+        ((4, 4, 4), [0, 0, 0], [1, 2, 3]),
+    ):
+        model = kept_by(comm, *sizes)
+        engine = model.engine
+        assert [unit.near.size if unit.near else 0 for unit in engine.units[1:]] == kept
+        assert {1, 2, 3} - engine.gathering.kept == {*frees}
+        sent = engine.sent_bytes()
+        optimizer = torch.optim.AdamW(model.parameters())
+        assert train(comm, model, optimizer) == exact
+        assert engine.sent_bytes() - sent == len(exact) * engine.traffic_formula()
+        assert engine.memory(optimizer) == engine.memory_formula()
+        model.set_reshard_after_forward(True)
+        assert not any(unit.near for unit in engine.units)
+        engine.close()
+    model = kept_by(comm, 2, 2, 2, model=2)
+    assert model.engine.ledger.ranks.near is not None
+    for wrong, message in (
+        (
+            (2, 4, 4),
+            r"reshard_after_forward is \[2, 4\] in calls for one model; allowed: one number",
+        ),
+        ((3, 2, 2), r"reshard_after_forward is 3, over 4 ranks; allowed: \[1, 2, 4\]"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            kept_by(comm, *wrong)
+
+
+@on_ranks(4)
+def test_hpz_keeps_pieces(comm: Communicator) -> None:
+    for size, near in ((2, 2), (1, None)):
+        zero = {"stage": 3, "zero_hpz_partition_size": size}
+        config = NAMED | {"zero_optimization": zero}
+        engine, *_ = fronts.initialize(model=net(), config=config, comm=comm)
+        found = engine.engine.ledger.ranks.near
+        assert (found and found.size) == near
+        engine.engine.close()
 
 
 @on_ranks(4)
