@@ -123,6 +123,7 @@ def test_a_message_sent_just_before_closing_arrives(comm: Communicator) -> None:
 
 @on_ranks(2, pool="over_gloo")
 def test_short_messages_that_no_rank_has_received_share_threads(comm: Communicator) -> None:
+    comm._transport._watch()  # starts threads, as a call does that waits for long
     x, before = torch.ones(9), set(threading.enumerate())
     with comm.duplicate() as other:
         other.barrier()
