@@ -7,11 +7,13 @@ import os
 import re
 import signal
 import time
+from collections.abc import Iterable
 from threading import Thread
+from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.distributed import HashStore
+from torch.distributed import HashStore, Store
 
 import ringdp
 from ringdp import Communicator
@@ -143,6 +145,24 @@ def test_a_rank_answers_each_request_once(store_client):
             place.add("asked", 1)
         board.answer()
         assert place.delete_key("state/0") == asks
+
+
+def test_an_answer_counts_although_the_reader_was_stopped_until_its_patience_was_over(
+    store_client, monkeypatch
+):
+    now, texts = [0.0], status._texts
+
+    def is_stopped_after(ranks: Iterable[int], place: Store) -> dict[int, str]:
+        found = texts(ranks, place)
+        now[0] += 2 * status.PATIENCE
+        place.set("state/1", written(1, STATE))
+        return found
+
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda _: None)
+    monkeypatch.setattr(status, "time", clock)
+    monkeypatch.setattr(status, "_texts", is_stopped_after)
+    survey = StatusBoard(store_client(HashStore()), 0, 2).survey(failed=False)
+    assert survey.record(1).begun == RECORD.begun
 
 
 def test_a_silent_rank_is_described_by_its_process(store_client, monkeypatch):

@@ -193,10 +193,11 @@ def _collect(
     """Add the missing ranks' answers to `found` until PATIENCE is over, not waiting for `lost`."""
     until = time.monotonic() + PATIENCE
     while True:
+        last = time.monotonic() > until  # before the look: this rank may itself have been stopped
         for rank, text in store.ask(partial(_texts, pids.keys() - found.keys())).items():
             if text and (state := read(text, asked, pids[rank], len(pids))):
                 found[rank] = state
-        if not pids.keys() - found.keys() - {lost} or time.monotonic() > until:
+        if not pids.keys() - found.keys() - {lost} or last:
             break
         time.sleep(PAUSE)
 
