@@ -20,6 +20,7 @@ import torch
 import ringdp
 from ringdp import Communicator, Work
 from ringdp.comm.table import table
+from ringdp.transport.store import status
 from ringdp.transport.store.processes import process_state
 from tests.comm.failing import Caught, Form, catch, duplicates, matrix, names_its_line, row_of
 from tests.forks import CALL_TIMEOUT, Forks, Report, meet, store
@@ -43,6 +44,8 @@ def victim_stalls(
     victim: int,
     asked: list[Form],
 ) -> None:
+    if how == "sleeping":
+        status.PATIENCE = CALL_TIMEOUT  # all ranks answer, however slow they are
     comms = dict(zip(asked, duplicates(comm, transport, len(asked)), strict=True))
     pid = comm._transport.record(victim).pid
 
