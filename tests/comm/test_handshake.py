@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
@@ -25,6 +26,7 @@ from ringdp.transport.base import Failure, FailureKind
 from ringdp.transport.c10d import wire
 from ringdp.transport.shm import transport as shm
 from ringdp.transport.store import handshake
+from ringdp.transport.store.processes import introduce
 from tests import limits
 from tests.comm.failing import catch, connect
 from tests.comm.test_deaths import ALLOWED, ENDS
@@ -111,8 +113,12 @@ def die_before_introduction(comm: Communicator, report: Report, transport: str, 
     first communicator."""
     whole = ringdp.init(transport=transport, timeout=comm.timeout)
     comm.barrier()
-    if comm.rank == 0:
-        handshake.introduce = die
+
+    def begin(*given: Any, **named: Any) -> None:
+        meet(comm, "agreed")  # otherwise one could notice the death in the collective before
+        die() if comm.rank == 0 else introduce(*given, **named)
+
+    handshake.introduce = begin
     report(catch(whole, lambda: MAKE[make](whole)))
 
 
