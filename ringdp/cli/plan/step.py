@@ -74,9 +74,9 @@ def predict(
 ) -> Step:
     """Simulate one step.
 
-    Times are in s. `nearby`: the cost among ranks that gather pieces. `forward` has each unit's forward; a backward takes twice as long. `flatten` has
-    the flattening of each unit's gradients, which counts as compute. `beside` says whether
-    collectives run during compute.
+    Times are in s. `nearby`: the cost among ranks that gather pieces. `forward` has each unit's
+    forward; a backward takes twice as long. `flatten` has the flattening of each unit's gradients,
+    which counts as compute. `beside` says whether collectives run during compute.
     """
     clocks = _Clocks(beside=beside)
     each, groups, stage = given.each, given.groups, given.stage

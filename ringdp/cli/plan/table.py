@@ -87,9 +87,9 @@ def _parts(setting: Setting) -> Iterator[str]:
             f"{counted(setting.ranks // setting.replicas, 'rank')}: {setting.within.source}"
         )
         yield terms(setting.within.machine)
-    if setting.near and setting.nearby:
+    if setting.nearby and (setting.near or 1) > 1:
         yield (
-            f"in stage 3 each {counted(setting.near, 'rank')} gather a unit for its backward: "
+            f"in stage 3 each {setting.near} ranks gather a unit for its backward: "
             f"{setting.nearby.source}"
         )
         yield terms(setting.nearby.machine)

@@ -247,7 +247,7 @@ REFUSED = {
     ),
     "more than a replica": (
         ["--model", "gpt2", "--shard-size", "8", "--reshard-size", "16"],
-        "--reshard-size is 16; allowed: 1 to 8",
+        "--reshard-size is 16; allowed: a whole number from 1 to 8",
     ),
     "pieces in parts of nodes": (
         ["--model", "gpt2", "--shard-size", "8", "--reshard-size", "3"],
