@@ -204,7 +204,7 @@ class Engine:
     def _sharding(self) -> Sharding:
         units, widths = [u.plan for u in self.units], [u.widths for u in self.units]
         g, replicas = self.gathering, self.ledger.ranks.replica_count
-        near = [u.near.size if u.near else 0 for u in self.units]
+        near = [u.piece.near.size if u.piece.near else 0 for u in self.units]
         return Sharding(units, widths, self.groups, self.stage, g.limit, g.kept, replicas, near)
 
     @contextmanager

@@ -211,7 +211,7 @@ class Gathering:
 
     def _forget(self) -> None:
         for unit in self.units:
-            unit.forget()
+            unit.piece.forget()
 
     def prefetch(self) -> None:
         """Start to gather the next units."""

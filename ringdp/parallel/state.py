@@ -17,7 +17,7 @@ class State(Enum):
     SHARDED = auto()
     """The parameters are flat slices of this rank's master shard (in stage 0: whole masters), which
     the optimizer may step. Stages 1 and 2 keep the full buffer, where the other ranks' shards are
-    out of date; stage 3 has freed it, but for a `piece` of a smaller `reshard_size`."""
+    out of date; stage 3 has freed it, but for its `piece`."""
     GATHERING = auto()
     """As SHARDED, and an all_gather fills the full buffer (in stage 3, what becomes its memory), or
     it has the last use's values."""

@@ -23,6 +23,7 @@ from ringdp.parallel.guards.computed import (
     put,
     set_data,
 )
+from ringdp.parallel.piece import Piece
 from ringdp.parallel.pool import beside, show
 from ringdp.parallel.stages import Stage
 from ringdp.parallel.state import State
@@ -36,8 +37,7 @@ class FlatUnit:
     coming    stage 3: what an all_gather fills, whose memory `full` gets; see below
     shard     [shard] in the compute dtype: what this rank contributes to the gather; not used if
               parameters are offloaded
-    piece     [padded / near.size], with `near`: what this rank keeps of `full` from the unit's
-              forward to the end of backward, and contributes when `near` gathers it
+    piece     stage 3: what this rank keeps of `full` from the unit's forward to its backward
     master    [shard] (stage 0: [padded]) in the master dtype: what the optimizer steps
     computed  the modules' parameters while UNSHARDED
 
@@ -76,8 +76,7 @@ class FlatUnit:
         self.widths = widths_of(dtypes, offload, trainable=spec.trained)
         self.apart = self.widths.apart  # See Note [masters apart]
         self.freed, self.slices = stage.freed, stage.slices
-        self.near = ranks.near  # see `ranks`
-        self.piece: Tensor | None = None
+        self.piece = Piece(ranks.near, ledger)
         self.cut = Cut(plan, [p.shape for p in parameters], ranks.shards.rank, slices=self.slices)
         ledger.pool.let_go()  # the previous unit's memory
         whole = torch.empty(plan.padded, dtype=dtypes.master, device=ledger.device)
@@ -122,7 +121,7 @@ class FlatUnit:
         """SHARDED -> GATHERING: start the all_gather. Collective."""
         assert self.state is State.SHARDED
         if self.is_stale():
-            self.forget()
+            self.piece.forget()
         self.settle()
         before, self.gathered = self.gathered, self._versions()
         if self.apart and self.gathered != before:
@@ -138,8 +137,8 @@ class FlatUnit:
         if not self.slices:
             full.copy_(self.master)
             resting.become(self.parameters, resting.RestingParam)
-        elif self.near and self.piece is not None:
-            self.work = self.near.all_gather(full, self.piece, async_op=True, tag=self.index)
+        elif (work := self.piece.gather(full, self.index)) is not None:
+            self.work = work
         else:
             if self.apart:
                 shard.data.copy_(self.master, non_blocking=True)
@@ -180,26 +179,14 @@ class FlatUnit:
 
     def reshard(self, *, again: bool = False) -> None:
         """UNSHARDED -> SHARDED: the parameters are slices again; stage 3 frees the full buffer, but
-        keeps the `piece` if it will be gathered `again` with the same values."""
+        keeps a piece if it will be gathered `again` with the same values."""
         self._lay_down()
         if self.freed:
-            if again and self.near and self.piece is None:
-                self._keep(self.near)
+            if again:
+                self.piece.keep(self.full)
             self._free()
             self.ledger.give("gathered", self.bytes)
         self.state = State.SHARDED
-
-    def _keep(self, near: Communicator) -> None:
-        elements = self.plan.padded // near.size
-        piece = self.ledger.empty("gathered", elements, self.dtypes.compute, near)
-        begin = near.rank * elements
-        self.piece = piece.copy_(self.full[begin : begin + elements])
-
-    def forget(self) -> None:
-        """Free the piece, if there is one: the unit's next gather is of all its shards."""
-        if self.piece is not None:
-            self.ledger.give("gathered", self.piece.nbytes)
-            self.piece = None
 
     def set_aside(self) -> None:
         """UNSHARDED -> GATHERING: the parameters are slices; the full buffer is kept."""

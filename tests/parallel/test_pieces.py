@@ -34,7 +34,7 @@ def sharded(comm: Communicator, model: nn.Module | None = None, **options: Any) 
 
 def pieces(engine: Engine) -> list[int]:
     """Which units have one."""
-    return [unit.index for unit in engine.units if unit.piece is not None]
+    return [unit.index for unit in engine.units if unit.piece.kept is not None]
 
 
 def gathers_of(engine: Engine) -> tuple[Callable[[], tuple[int, int]], int]:

@@ -129,6 +129,21 @@ def peaks(
     return most
 
 
+class _Piece:
+    """Records when a piece of the unit is `kept`, if it has any."""
+
+    def __init__(self, index: int, events: list[Event], *, exists: bool) -> None:
+        self.index, self._events, self._exists, self.kept = index, events, exists, False
+
+    def keep(self) -> None:
+        if self._exists and not self.kept:
+            self._events.append(Event("keep", self.index))
+            self.kept = True
+
+    def forget(self) -> None:
+        self.kept = False
+
+
 class _Unit(FlatUnit):
     """A unit without tensors that records what happens to it."""
 
@@ -137,10 +152,10 @@ class _Unit(FlatUnit):
     ) -> None:
         self.index, self.bytes, self.freed, self._events = index, size, freed, events
         self.state = State.SHARDED
-        self._keeps, self._kept = piece > 0, False
+        self.piece: Any = _Piece(index, events, exists=piece > 0)
 
     def gather(self, comm: object) -> None:
-        self._events.append(Event("gather_near" if self._kept else "gather", self.index))
+        self._events.append(Event("gather_near" if self.piece.kept else "gather", self.index))
         self.state = State.GATHERING
 
     def unshard(self) -> None:
@@ -156,14 +171,10 @@ class _Unit(FlatUnit):
         return []
 
     def reshard(self, *, again: bool = False) -> None:
-        if again and self._keeps and not self._kept:
-            self._events.append(Event("keep", self.index))
-            self._kept = True
+        if again:
+            self.piece.keep()
         self._events.append(Event("free", self.index))
         self.state = State.SHARDED
-
-    def forget(self) -> None:
-        self._kept = False
 
 
 class _Reducing(Reducing):

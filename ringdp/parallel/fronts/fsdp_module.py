@@ -201,7 +201,7 @@ def heed(module: Any) -> None:
         unit.divisor = asked.gradient_divide_factor or engine.comm.size
         unit.sync = asked.requires_gradient_sync
         some = type(asked.reshard_after_forward) is int
-        unit.near = engine.ledger.ranks.near if some else None
+        unit.piece.near = engine.ledger.ranks.near if some else None
         if asked.reshard_after_forward and module is not engine.model:
             kept.discard(unit.index)
         else:

@@ -97,7 +97,7 @@ def test_fully_shard_keeps_pieces_with_the_bits_of_torchs(comm: Communicator) ->
     ):
         model = kept_by(comm, *sizes)
         engine = model.engine
-        assert [unit.near.size if unit.near else 0 for unit in engine.units[1:]] == kept
+        assert [unit.piece.near.size if unit.piece.near else 0 for unit in engine.units[1:]] == kept
         assert {1, 2, 3} - engine.gathering.kept == {*frees}
         sent = engine.sent_bytes()
         optimizer = torch.optim.AdamW(model.parameters())
@@ -105,7 +105,7 @@ def test_fully_shard_keeps_pieces_with_the_bits_of_torchs(comm: Communicator) ->
         assert engine.sent_bytes() - sent == len(exact) * engine.traffic_formula()
         assert engine.memory(optimizer) == engine.memory_formula()
         model.set_reshard_after_forward(True)
-        assert not any(unit.near for unit in engine.units)
+        assert not any(unit.piece.near for unit in engine.units)
         engine.close()
     model = kept_by(comm, 2, 2, 2, model=2)
     assert model.engine.ledger.ranks.near is not None
