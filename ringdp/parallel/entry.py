@@ -53,14 +53,13 @@ def shard(
     a communicator or a torch.distributed group; by default what `ringdp.init` made last, or else
     torch's default group. shard_size: how many ranks hold a model together, by default all; with
     fewer, which must divide them, the others hold replicas (see `ranks`). reshard_size: how many of
-    these gather a unit for its backward in stage 3, each of which keeps a piece of it since its
-    forward; by default all, from their shards. prefetch_bytes: what
-    stage 3 may gather ahead of its use; by default one unit, the largest. persist_below: parameters
-    of fewer elements stay gathered from the model's forward to the end of its backward. keep:
-    modules (a class, several, or a predicate) whose units stage 3 does not free between their
-    forward and their backward. overlap: without it nothing is gathered ahead, and every reduction
-    is waited for at once; the bits are the same. init: fills the modules of a model on the meta
-    device (see `meta`).
+    these gather a unit for its backward in stage 3, from pieces that they have kept since its
+    forward; by default all, from their shards. prefetch_bytes: what stage 3 may gather ahead of its
+    use; by default one unit, the largest. persist_below: parameters of fewer elements stay gathered
+    from the model's forward to the end of its backward. keep: modules (a class, several, or a
+    predicate) whose units stage 3 does not free between their forward and their backward. overlap:
+    without it nothing is gathered ahead, and every reduction is waited for at once; the bits are
+    the same. init: fills the modules of a model on the meta device (see `meta`).
 
     Parameters and buffers take rank 0's values; existing gradients are dropped. From stage 1 on a
     parameter is, between steps, the flat slice that this rank owns, possibly empty: create the
@@ -71,10 +70,11 @@ def shard(
     ranks' models differ.
 
     Beside its shards and activations, stage 3 holds at most: two gathered units (with
-    `prefetch_bytes`, the largest one and that many bytes; with `keep`, these, too), a gradient
-    bucket as large as a unit (two over a network, on a GPU, or in a wider dtype than the gathered
-    parameters), and the weights and gradients of the root, which has all parameters that lie in no
-    unit. `Engine.memory_formula` gives the exact bytes.
+    `prefetch_bytes`, the largest one and that many bytes; with `keep`, these, too; with
+    `reshard_size`, a piece of each), a gradient bucket as large as a unit (two over a network, on a
+    GPU, or in a wider dtype than the gathered parameters), and the weights and gradients of the
+    root, which has all parameters that lie in no unit. `Engine.memory_formula` gives the exact
+    bytes.
     """
     _check(model, nn.Module, "model")
     _check(precision, Precision | None, "precision")
