@@ -7,7 +7,7 @@ from torch.distributed import DistNetworkError, HashStore
 
 from ringdp.transport.base import Failure, FailureKind
 from ringdp.transport.store import failures
-from ringdp.transport.store.failures import Failures
+from ringdp.transport.store.failures import Failed, Failures
 
 
 def busy() -> bool:
@@ -20,9 +20,9 @@ def test_the_first_failure_is_what_all_ranks_see(store_client):
         Failures(store_client(store), 0, 3, busy),
         Failures(store_client(store), 1, 3, busy),
     )
-    one.fail(FailureKind.MISMATCH, 2, (5, 6, 7), (8, 9, 10))
-    other.fail(FailureKind.LOST, 0)
-    one.fail(FailureKind.TIMEOUT, 0)
+    one.fail(Failed(FailureKind.MISMATCH, 2, (5, 6, 7), (8, 9, 10)))
+    other.fail(Failed(FailureKind.LOST, 0))
+    one.fail(Failed(FailureKind.TIMEOUT, 0))
     assert one.failure == other.failure
     assert one.failure is not None
     assert one.failure[:3] == (FailureKind.MISMATCH, 2, 0)
@@ -46,7 +46,7 @@ def test_a_failure_is_shown_only_once_it_is_known_to_be_the_first(store_client):
     store = ShownFailures()
     for rank, kind in enumerate((FailureKind.TIMEOUT, FailureKind.MISMATCH)):
         store.ranks.append(Failures(store_client(store), rank, 2, busy))
-        store.ranks[rank].fail(kind, 0)
+        store.ranks[rank].fail(Failed(kind, 0))
     assert store.shown == [None, None]
     first, second = (one.failure for one in store.ranks)
     assert first == second

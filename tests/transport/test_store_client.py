@@ -17,7 +17,7 @@ from ringdp.transport import threads
 from ringdp.transport.base import FailureKind
 from ringdp.transport.c10d.shutdown import watch_for_end
 from ringdp.transport.store.client import PATIENCE, StoreClient, StoreSilent, limited
-from ringdp.transport.store.failures import Failures
+from ringdp.transport.store.failures import Failed, Failures
 from ringdp.transport.store.handshake import Handshake, Places
 from ringdp.transport.store.processes import pid_of
 from tests.forks import CALL_TIMEOUT
@@ -120,7 +120,7 @@ def test_a_failure_is_published_once_a_silent_store_answers(store_client, stoppe
     failures = Failures(store_client(stopped), 1, 2, lambda: True)
     failures.poll()
     assert failures.failure is None
-    failures.fail(FailureKind.TIMEOUT, 1)
+    failures.fail(Failed(FailureKind.TIMEOUT, 1))
     assert failures.failure is not None
     assert failures.failure.kind is FailureKind.TIMEOUT
     stopped.goes_on.set()

@@ -22,7 +22,7 @@ from ringdp.transport.base import FailureKind
 from ringdp.transport.c10d import wire
 from ringdp.transport.c10d.wire import CUT, ENDS
 from ringdp.transport.store.client import StoreClient, StoreSilent
-from ringdp.transport.store.failures import Failures
+from ringdp.transport.store.failures import Failed, Failures
 from ringdp.transport.store.status import StatusBoard
 
 BATCH = 16  # messages of up to 64 KiB each
@@ -73,7 +73,7 @@ def watch_for_end(group: ProcessGroup, failures: Failures, rank: int) -> None:
             while failures.failure is None:
                 with suppress(StoreSilent):  # ask again
                     if not failures.has_closed(rank):
-                        failures.fail(FailureKind.LOST, rank)
+                        failures.fail(Failed(FailureKind.LOST, rank))
                     return
 
 

@@ -47,7 +47,7 @@ from ringdp.transport.c10d.wire import COLLECTIVE, INLINE, tag_of
 from ringdp.transport.records import Call, Observed, RankRecord
 from ringdp.transport.rows import Rows, Unequal
 from ringdp.transport.store.client import StoreClient
-from ringdp.transport.store.failures import Failed, Failures, some_rank
+from ringdp.transport.store.failures import Failed, Failures
 from ringdp.transport.store.status import StatusBoard, listen
 
 GOLDEN = 0x9E3779B97F4A7C15  # see csrc/progress.hpp
@@ -128,7 +128,7 @@ class C10dTransport(Transport):
         try:
             threads.in_a_row(opens, *begins)
         except RuntimeError:
-            self._failures.fail(FailureKind.LOST, some_rank(peer, self.rank))
+            self._failures.fail(Failed(FailureKind.LOST, peer))
 
     def _waiting(self, act: Callable[[], None]) -> Callable[[], None]:
         """Return a C call that lets a thread `act`, which blocks."""
@@ -196,7 +196,7 @@ class C10dTransport(Transport):
         return self._failures.failure
 
     def fail(self, kind: FailureKind, rank: int) -> None:
-        self._failures.fail(kind, rank)
+        self._failures.fail(Failed(kind, rank))
 
     def record(self, rank: int) -> RankRecord | None:
         return self._status.state().record if rank == self.rank else None
@@ -253,7 +253,7 @@ class C10dTransport(Transport):
             try:
                 sent = rows.run(at, receiving.value(at))
             except Unequal:
-                raise Failed(FailureKind.MISMATCH, some_rank(row.recv_peer, self.rank)) from None
+                raise Failed(FailureKind.MISMATCH, row.recv_peer) from None
             if sent is not None:
                 to = row.send_peer
                 with self._talking(to):
@@ -274,7 +274,7 @@ class C10dTransport(Transport):
         try:
             yield
         except RuntimeError as e:
-            raise Failed(FailureKind.LOST, some_rank(peer, self.rank)) from e
+            raise Failed(FailureKind.LOST, peer) from e
 
     def _until(self, part: Work, peer: int) -> None:
         with self._failures.waits_for(peer), self._talking(peer):
@@ -305,8 +305,9 @@ def attempt(failures: Failures, act: Callable[[], None]) -> None:
     try:
         act()
     except Failed as e:
-        failures.fail(*e.report)
+        failures.fail(e)
     except BaseException as e:
         why = f"{type(e).__name__}: {e}".partition("\n")[0]
-        failures.fail(FailureKind.ABORTED, failures.rank, why=why)  # or the others wait for ever
+        # Or the others wait for ever.
+        failures.fail(Failed(FailureKind.ABORTED, failures.rank, why=why))
         raise

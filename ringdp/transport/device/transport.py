@@ -174,7 +174,7 @@ class DeviceTransport(Watching):
                 sent, end = act(), self._streams.end()
             self._streams.settle(end)
         except Failed as e:
-            self._failures.fail(*e.report)
+            self._failures.fail(e)
 
         def captured() -> None:
             if self._failures.failure is None:  # else a wait for it raises the failure

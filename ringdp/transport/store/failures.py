@@ -16,6 +16,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 
@@ -31,18 +32,15 @@ LOOK = 0.1  # seconds between looks into the store
 LAST_LOOKS = 5  # before a rank that has closed is lost: its last messages may be in flight
 
 
+@dataclass(eq=False)
 class Failed(Exception):
-    """A `Failure` that this rank has found, for `Failures.fail`."""
+    """A `Failure` that this rank has found. `rank` is -1 for some rank other than this one."""
 
-    def __init__(
-        self,
-        kind: FailureKind,
-        rank: int,
-        expected: Stamp = NOTHING,
-        found: Stamp = NOTHING,
-        why: str = "",
-    ) -> None:
-        self.report = kind, rank, expected, found, why
+    kind: FailureKind
+    rank: int
+    expected: Stamp = NOTHING
+    found: Stamp = NOTHING
+    why: str = ""
 
 
 class Failures:
@@ -65,20 +63,15 @@ class Failures:
         # (wait's key, or -1 - collective; rank) -> looks since that rank has closed.
         self._closed: dict[tuple[int, int], int] = {}
 
-    def fail(
-        self,
-        kind: FailureKind,
-        rank: int,
-        expected: Stamp = NOTHING,
-        found: Stamp = NOTHING,
-        why: str = "",
-    ) -> None:
-        """Report a `Failure` to all ranks, unless this rank knows of one already."""
-        text = " ".join(map(str, (kind.value, rank, self.rank, *expected, *found))) + f"\n{why}"
+    def fail(self, one: Failed) -> None:
+        """Report it to all ranks, unless this rank knows of a failure already."""
+        rank = one.rank if one.rank >= 0 else int(self.rank == 0)
+        failure = Failure(one.kind, rank, self.rank, one.expected, one.found, one.why)
+        numbers = one.kind.value, rank, self.rank, *one.expected, *one.found
+        text = " ".join(map(str, numbers)) + f"\n{one.why}"
         with self.lock:
             if self.failure is not None:
                 return
-            failure = Failure(kind, rank, self.rank, expected, found, why)
             with suppress(DistError):  # without a store, the others cannot be told
                 first = self._store.ask(lambda s: s.compare_set("failed", "", text), later=True)
                 failure = _parsed(first, self.rank, self.ranks)
@@ -141,7 +134,7 @@ class Failures:
             return
         except DistError:
             if self._busy():
-                self.fail(FailureKind.LOST, 0)
+                self.fail(Failed(FailureKind.LOST, 0))
             return
         if failed is not None:
             with self.lock:
@@ -151,7 +144,7 @@ class Failures:
         self._closed = {key: self._closed.get(key, 0) + 1 for key in closed}
         if lost := [key for key, looks in self._closed.items() if looks > LAST_LOOKS]:
             _, rank = min(lost)
-            self.fail(FailureKind.LOST, some_rank(rank, self.rank))
+            self.fail(Failed(FailureKind.LOST, rank))
 
     def _found(
         self, waiting: dict[int, int], collective: int | None, store: Store
@@ -175,11 +168,6 @@ class Failures:
 def failure_in(store: Store, ranks: int, here: int = 0) -> Failure | None:
     """Return the failure, if any, of the transport that uses this store, as seen by rank `here`."""
     return _parsed(store.get("failed"), here, ranks) if store.check(["failed"]) else None
-
-
-def some_rank(rank: int, here: int) -> int:
-    """Return the rank, or for -1 some rank other than `here`."""
-    return rank if rank >= 0 else int(here == 0)
 
 
 def _parsed(text: bytes, rank: int, ranks: int) -> Failure:

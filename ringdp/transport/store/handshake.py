@@ -25,7 +25,7 @@ from ringdp.transport import threads
 from ringdp.transport.base import ERRORS, Failure, FailureKind
 from ringdp.transport.records import ELSEWHERE
 from ringdp.transport.store.client import PATIENCE, StoreClient, StoreSilent
-from ringdp.transport.store.failures import LAST_LOOKS, LOOK, Failures
+from ringdp.transport.store.failures import LAST_LOOKS, LOOK, Failed, Failures
 from ringdp.transport.store.processes import has_ended, introduce, pid_of
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.0002, 0.005  # s between looks for a key
@@ -73,7 +73,7 @@ class Handshake:
             if isinstance(e, CommunicationError) and self._failures.failure is None:
                 with suppress(DistError, OSError):  # a rank's death explains more than its effect
                     self._look(self._ended(range(self.ranks)))
-            self._failures.fail(FailureKind.ABORTED, self.rank, why=str(e))
+            self._failures.fail(Failed(FailureKind.ABORTED, self.rank, why=str(e)))
             raise
         finally:
             self._store.end()
@@ -132,7 +132,7 @@ class Handshake:
                 raise self._timed_out(f"; of its ranks, {late} did not come")
 
     def _timed_out(self, late: str = "") -> CollectiveTimeout:
-        self._failures.fail(FailureKind.TIMEOUT, self.rank)
+        self._failures.fail(Failed(FailureKind.TIMEOUT, self.rank))
         text = f"{self._here()} until the timeout of {self.timeout:g} s{late}"
         return CollectiveTimeout(text)
 
@@ -143,7 +143,7 @@ class Handshake:
         except (CommunicationError, UsageError):
             raise
         except StoreSilent as e:
-            self._failures.fail(FailureKind.TIMEOUT, self.rank)
+            self._failures.fail(Failed(FailureKind.TIMEOUT, self.rank))
             raise CollectiveTimeout(f"{self._here()}; {e}") from e
         except DistError as e:
             raise CommunicationError(f"{self._here()}; the store is unreachable: {e}") from e
@@ -164,7 +164,7 @@ class Handshake:
 
     def _look(self, lost: Collection[int]) -> None:
         for rank in lost:
-            self._failures.fail(FailureKind.LOST, rank)
+            self._failures.fail(Failed(FailureKind.LOST, rank))
         self._failures.poll()
         if failure := self._failures.failure or self._places.failed():
             raise ERRORS[failure.kind](f"{self._here()}; {failure.cause}")
