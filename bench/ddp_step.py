@@ -25,7 +25,7 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -37,11 +37,9 @@ from torch.optim import Optimizer
 
 import ringdp
 from bench import jobs
-from bench.results import parser
+from bench.results import parser, record
 from bench.turns import ROUNDS, STARTS, Row, between_jobs, interleaved, longer, rows
 from ringdp.cli import gpt
-from ringdp.cli.bench.machine import describe
-from ringdp.cli.files import write_json
 from ringdp.transport import heap
 from ringdp.transport.base import Link
 
@@ -51,6 +49,8 @@ SHAPE = gpt.Shape(context=512, width=432, heads=6, blocks=6)  # 13.8M parameters
 ROWS, TOKENS = 1, 128
 CAPS = (None, 0.5, 25)  # MiB per bucket over the slow link: ringdp's default, smaller, and torch's
 LATENCY = 5e-5  # s, of the slow link
+Wrapped = Callable[[str, gpt.GPT], nn.Module]  # (way, model) -> the model as that way trains it
+Optimizers = Callable[[nn.Module], list[Optimizer]]
 
 
 @dataclass(frozen=True)
@@ -78,14 +78,10 @@ class Overlap:
         return self.hidden_share + self.copies / self.communication
 
 
-def main() -> None:
-    arguments, machine = parser(__doc__, ROUNDS).parse_args(), describe(RANKS)
-    ways = {way: partial(train, way, "torch", wrapped) for way in WAYS}
-    times = between_jobs(RANKS, ways, arguments.rounds)
-    steps = rows(times, alone="alone", apart="apart", peer="torch", kept=f"torch{KEPT}")
-    links = [jobs.run(RANKS, overlapped, -(-arguments.rounds // 3)) for _ in range(STARTS)]
-    overlaps = [typical(found) for found in zip(*links, strict=True)]
-    write_json(arguments.json, {"machine": machine} | report(steps, overlaps))
+def main(rounds: int) -> dict[str, object]:
+    steps = timed(WAYS, "torch", wrapped, rounds, apart="apart")
+    links = [jobs.run(RANKS, overlapped, -(-rounds // 3)) for _ in range(STARTS)]
+    return report(steps, [typical(found) for found in zip(*links, strict=True)])
 
 
 def report(
@@ -105,12 +101,21 @@ def adamw(model: nn.Module) -> list[Optimizer]:
     return [torch.optim.AdamW(model.parameters(), lr=1e-4)]
 
 
-def train(
-    way: str,
+def timed(
+    names: Iterable[str],
     peer: str,
-    wrapped: Callable[[str, gpt.GPT], nn.Module],
-    optimizers: Callable[[nn.Module], list[Optimizer]] = adamw,
-) -> Callable[[], object]:
+    wrapped: Wrapped,
+    rounds: int,
+    optimizers: Optimizers = adamw,
+    **by: str,
+) -> list[Row]:
+    """The ways' steps, beside those of one process alone, of the peer, and of the ways in `by`."""
+    ways = {way: partial(train, way, peer, wrapped, optimizers) for way in names}
+    times = between_jobs(RANKS, ways, rounds)
+    return rows(times, alone="alone", peer=peer, kept=f"{peer}{KEPT}", **by)
+
+
+def train(way: str, peer: str, wrapped: Wrapped, optimizers: Optimizers) -> Callable[[], object]:
     """Make one way's step on this rank. All ways but `peer` keep freed memory."""
     dist.init_process_group("gloo")
     model = gpt.build(SHAPE, seed=0)
@@ -219,7 +224,7 @@ def batch(rank: int, rows: int = ROWS, tokens: int = TOKENS) -> torch.Tensor:
 def stepper(
     model: nn.Module,
     tokens: torch.Tensor,
-    optimizers: Callable[[nn.Module], list[Optimizer]] = adamw,
+    optimizers: Optimizers = adamw,
 ) -> Callable[[], None]:
     made = optimizers(model)
 
@@ -233,4 +238,4 @@ def stepper(
 
 
 if __name__ == "__main__":
-    main()
+    record(parser(__doc__, ROUNDS), main)

@@ -21,9 +21,7 @@ from torch import Tensor
 import ringdp
 from bench import jobs
 from bench.program import compiled
-from bench.results import parser
-from ringdp.cli.bench.machine import describe
-from ringdp.cli.files import write_json
+from bench.results import parser, record
 
 RANKS = 2
 BYTES = (4 << 10, 64 << 10, 1 << 20)
@@ -49,12 +47,11 @@ class Row:
         return self.cost_us / (self.with_us - self.cost_us)
 
 
-def main() -> None:
-    arguments, machine = parser(__doc__).parse_args(), describe(RANKS)
+def main() -> dict[str, object]:
     rows = jobs.run(RANKS, measured)
     for row in rows:
         print(f"{row.bytes:>9,} bytes: {row.cost_us:.2f} µs, {100 * row.ratio:.1f} %  {row}")
-    write_json(arguments.json, {"machine": machine, "rows": rows})
+    return {"rows": rows}
 
 
 def measured() -> list[Row]:
@@ -95,4 +92,4 @@ def record_us() -> float:
 
 
 if __name__ == "__main__":
-    main()
+    record(parser(__doc__), main)

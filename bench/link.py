@@ -16,10 +16,8 @@ import torch
 
 import ringdp
 from bench import jobs
-from bench.results import parser
+from bench.results import parser, record
 from bench.turns import ms, timed
-from ringdp.cli.bench.machine import describe
-from ringdp.cli.files import write_json
 from ringdp.schedule.cost import Machine, closed, seconds
 
 LINK = ringdp.Link(latency=2e-3, bandwidth=1e8)  # s, bytes/s
@@ -47,9 +45,8 @@ class LinkRow:
         return self.median / self.predicted
 
 
-def main() -> None:
-    arguments = parser(__doc__).parse_args()
-    machine, rows = describe(2), []
+def main() -> dict[str, object]:
+    rows = []
     for n in RANKS:
         for row in jobs.run(n, measured):
             rows.append(row)
@@ -61,7 +58,7 @@ def main() -> None:
             )
     worst = max(rows, key=lambda row: abs(row.ratio - 1))
     print(f"median ratio {statistics.median(r.ratio for r in rows):.3f}, worst {worst.ratio:.3f}")
-    write_json(arguments.json, {"machine": machine, "link": LINK._asdict(), "rows": rows})
+    return {"link": LINK._asdict(), "rows": rows}
 
 
 def measured() -> list[LinkRow]:
@@ -88,4 +85,4 @@ def one(
 
 
 if __name__ == "__main__":
-    main()
+    record(parser(__doc__), main)

@@ -8,28 +8,19 @@ As `bench.zero_step`, but torch.optim.Muon steps the blocks' matrices, and AdamW
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from bench.ddp_step import KEPT, RANKS, report, train
-from bench.results import parser
-from bench.turns import between_jobs, rows
+from bench.ddp_step import KEPT, report, timed
+from bench.results import parser, record
 from bench.zero_step import FSDP2, wrapped
-from ringdp.cli.bench.machine import describe
-from ringdp.cli.files import write_json
 
 WAYS = ("alone", "apart", FSDP2, f"{FSDP2}{KEPT}", "stage 1", "stage 3")
 
 
-def main() -> None:
-    arguments, machine = parser(__doc__, 5).parse_args(), describe(RANKS)
-    ways = {way: partial(train, way, FSDP2, wrapped, muon) for way in WAYS}
-    times = between_jobs(RANKS, ways, arguments.rounds)
-    steps = rows(times, alone="alone", peer=FSDP2, kept=f"{FSDP2}{KEPT}")
-    write_json(arguments.json, {"machine": machine} | report(steps, [], "Muon"))
+def main(rounds: int) -> dict[str, object]:
+    return report(timed(WAYS, FSDP2, wrapped, rounds, muon), [], "Muon")
 
 
 def muon(model: nn.Module) -> list[Optimizer]:
@@ -40,4 +31,4 @@ def muon(model: nn.Module) -> list[Optimizer]:
 
 
 if __name__ == "__main__":
-    main()
+    record(parser(__doc__, 5), main)

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import copy
 import statistics
-from collections.abc import Callable
+from argparse import ArgumentParser
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,12 +26,10 @@ from torch import nn
 import ringdp
 from bench import jobs
 from bench.ddp_step import batch
-from bench.results import parser, positive
+from bench.results import parser, positive, record
 from bench.turns import ms, timed
 from ringdp.cli import gpt
 from ringdp.cli.bench.kernel_cases import CASES
-from ringdp.cli.bench.machine import describe, load
-from ringdp.cli.files import write_json
 from ringdp.cli.plan.hardware import Network
 from ringdp.cli.plan.models import of_module
 from ringdp.cli.plan.stages import FLOPS, Setting, row
@@ -92,11 +91,13 @@ class Rates(NamedTuple):
     optimizer: float
 
 
-def main() -> None:
-    options = parser(__doc__)
-    options.add_argument("--ranks", type=positive, nargs="+", default=RANKS)
-    arguments = options.parse_args()
-    machine, ranks = describe(2), arguments.ranks
+def options() -> ArgumentParser:
+    made = parser(__doc__)
+    made.add_argument("--ranks", type=positive, nargs="+", default=RANKS)
+    return made
+
+
+def main(ranks: Sequence[int]) -> dict[str, object]:
     times = {key: t for n in ranks for key, t in jobs.run(n, timed_collectives).items()}
     seen = [key for key in times if SIZES.index(key[2]) % 2 == 0]
     host = {name: fitted({k: times[k] for k in seen if k[1] == name}) for name in COLLECTIVES}
@@ -104,16 +105,13 @@ def main() -> None:
         Timed(*key, key in seen, *ms(predicted(host[key[1]], *key), times[key])) for key in times
     ]
     runs = [run for n in ranks for run in jobs.run(n, trained, host)]
-    machine["load after"] = load()
     show(host, collectives, runs)
-    found = {
-        "machine": machine,
+    return {
         "fitted": {name: m._asdict() for name, m in host.items()},
         "link": LINK._asdict(),
         "collectives": collectives,
         "runs": runs,
     }
-    write_json(arguments.json, found)
 
 
 def fitted(times: dict[Key, list[float]]) -> Machine:
@@ -243,4 +241,4 @@ def show(host: dict[str, Machine], collectives: list[Timed], runs: list[Run]) ->
 
 
 if __name__ == "__main__":
-    main()
+    record(options(), main)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from typer import BadParameter
 
+from ringdp.cli.bench import machine
 from ringdp.cli.checks import check_writable, file_named
+from ringdp.cli.files import write_json
 from ringdp.errors import UsageError
 
 RESULTS = Path(__file__).parent / "results"
@@ -23,6 +26,17 @@ def parser(doc: str, rounds: int | None = None) -> argparse.ArgumentParser:
     if rounds is not None:
         made.add_argument("--rounds", type=positive, default=rounds)
     return made
+
+
+def record(
+    made: argparse.ArgumentParser, measure: Callable[..., dict[str, object]], cores: int = 2
+) -> None:
+    """Call `measure` with the options given, and write what it returns, with the machine and its
+    load before and after. `cores`: how many ranks are pinned to."""
+    asked = vars(made.parse_args())
+    path, here = asked.pop("json"), machine.describe(cores)
+    found = measure(**asked)
+    write_json(path, {"machine": here | {"load after": machine.load()}} | found)
 
 
 def writable(given: str) -> Path:

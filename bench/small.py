@@ -19,10 +19,8 @@ import torch
 
 import ringdp
 from bench.program import compiled
-from bench.results import parser
+from bench.results import parser, record
 from ringdp.cli.bench.kernels import by_the_clock
-from ringdp.cli.bench.machine import describe
-from ringdp.cli.files import write_json
 
 BYTES = (1 << 10, 4 << 10)
 ROUNDS, CALLS = 20, 50_000  # of method and alone
@@ -60,12 +58,11 @@ def _best_us(call: Callable[[], object]) -> float:
     return round(1e6 * min(by_the_clock(call, CALLS) for _ in range(ROUNDS)), 3)
 
 
-def main() -> None:
-    arguments, machine = parser(__doc__).parse_args(), describe(2)
+def main() -> dict[str, object]:
     found = measured()
     print(found)
-    write_json(arguments.json, {"machine": machine, "times": found})
+    return {"times": found}
 
 
 if __name__ == "__main__":
-    main()
+    record(parser(__doc__), main)

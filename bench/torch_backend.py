@@ -22,11 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ringdp  # noqa: F401  registers the backend
 from bench.ddp_step import KEPT, RANKS, SHAPE, batch, stepper
-from bench.results import parser
+from bench.results import parser, record
 from bench.turns import ROUNDS, between_jobs, ratio, spread
 from ringdp.cli import gpt
-from ringdp.cli.bench.machine import describe
-from ringdp.cli.files import write_json
 from ringdp.transport import heap
 
 NOTHING = "nothing"  # is reduced: a lower bound for any backend
@@ -56,10 +54,8 @@ class Row:
     by_kept: float
 
 
-def main() -> None:
-    arguments = parser(__doc__, ROUNDS).parse_args()
-    machine = describe(RANKS)
-    times = between_jobs(RANKS, {case: partial(made, *case) for case in CASES}, arguments.rounds)
+def main(rounds: int) -> dict[str, object]:
+    times = between_jobs(RANKS, {case: partial(made, *case) for case in CASES}, rounds)
     rows = [
         Row(
             case,
@@ -72,7 +68,7 @@ def main() -> None:
     ]
     for row in rows:
         print(row)
-    write_json(arguments.json, {"machine": machine, "rows": rows})
+    return {"rows": rows}
 
 
 def made(case: str, backend: str) -> Callable[[], object]:
@@ -108,4 +104,4 @@ def fsdp2(model: gpt.GPT) -> nn.Module:
 
 
 if __name__ == "__main__":
-    main()
+    record(parser(__doc__, ROUNDS), main)

@@ -21,10 +21,8 @@ import torch
 import ringdp
 from bench import jobs
 from bench.ddp_step import batch, stepper
-from bench.results import parser
+from bench.results import parser, record
 from ringdp.cli import gpt
-from ringdp.cli.bench.machine import describe
-from ringdp.cli.files import write_json
 from ringdp.tape import recorder
 
 RANKS = 2
@@ -51,13 +49,11 @@ class Row:
         return self.on_median / self.off_median - 1
 
 
-def main() -> None:
-    arguments, machine = parser(__doc__, ROUNDS).parse_args(), describe(RANKS)
-    rows = jobs.run(RANKS, measured, arguments.rounds)
+def main(rounds: int) -> dict[str, object]:
+    rows = jobs.run(RANKS, measured, rounds)
     for row in rows:
         print(f"{row.slower:+.1%}: {row}")
-    found = {"machine": machine, "ranks": RANKS, "rounds": arguments.rounds, "rows": rows}
-    write_json(arguments.json, found)
+    return {"ranks": RANKS, "rounds": rounds, "rows": rows}
 
 
 def measured(rounds: int) -> list[Row]:
@@ -107,4 +103,4 @@ def row_of(name: str, comm: ringdp.Communicator, off: list[float], on: list[floa
 
 
 if __name__ == "__main__":
-    main()
+    record(parser(__doc__, ROUNDS), main)

@@ -34,13 +34,11 @@ from torch import nn
 
 import ringdp
 from bench import jobs
-from bench.ddp_step import KEPT, RANKS, SHAPE, batch, median_ms, report, slow, train
-from bench.results import parser
+from bench.ddp_step import KEPT, RANKS, SHAPE, batch, median_ms, report, slow, timed
+from bench.results import parser, record
 from bench.torch_backend import fsdp2
-from bench.turns import ROUNDS, between_jobs, interleaved, longer, rows
+from bench.turns import ROUNDS, interleaved, longer
 from ringdp.cli import gpt
-from ringdp.cli.bench.machine import describe
-from ringdp.cli.files import write_json
 from ringdp.parallel.accounting.dry_run import iteration
 from ringdp.tape import recorder
 
@@ -49,14 +47,9 @@ WAYS = ("alone", "apart", FSDP2, f"{FSDP2}{KEPT}", "stage 1", "stage 2", "stage 
 AHEAD = (1, 3)  # blocks gathered ahead of their use
 
 
-def main() -> None:
-    arguments, machine = parser(__doc__, ROUNDS).parse_args(), describe(RANKS)
-    overlaps, spans = jobs.run(RANKS, overlapped, arguments.rounds)
-    ways = {way: partial(train, way, FSDP2, wrapped) for way in WAYS}
-    times = between_jobs(RANKS, ways, arguments.rounds)
-    steps = rows(times, alone="alone", peer=FSDP2, kept=f"{FSDP2}{KEPT}")
-    found = {"machine": machine} | report(steps, overlaps) | {"spans": spans}
-    write_json(arguments.json, found)
+def main(rounds: int) -> dict[str, object]:
+    overlaps, spans = jobs.run(RANKS, overlapped, rounds)
+    return report(timed(WAYS, FSDP2, wrapped, rounds), overlaps) | {"spans": spans}
 
 
 def wrapped(way: str, model: gpt.GPT) -> nn.Module:
@@ -233,4 +226,4 @@ def _call(span: recorder.Span) -> tuple[str, int]:
 
 
 if __name__ == "__main__":
-    main()
+    record(parser(__doc__, ROUNDS), main)

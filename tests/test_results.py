@@ -96,13 +96,12 @@ def test_the_suite_creates_the_results_folder(
     ids=["json", "a directory", "no rank", "no ranks"],
 )
 def test_bad_arguments_of_a_bench_are_refused(
-    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from bench import plan
 
-    monkeypatch.setattr("sys.argv", ["plan", *arguments])
     with pytest.raises(SystemExit, match="2"):
-        plan.main()
+        plan.options().parse_args(arguments)
     assert message in capsys.readouterr().err
 
 
