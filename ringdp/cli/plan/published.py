@@ -18,11 +18,10 @@ from typing import NamedTuple
 import torch
 
 from ringdp.cli.plan.models import Model, read
-from ringdp.cli.plan.stages import RANK, held
-from ringdp.parallel.accounting.formula import Sharding, formula
+from ringdp.cli.plan.stages import RANK, held, sharding
+from ringdp.parallel.accounting.formula import formula
 from ringdp.parallel.accounting.memory import Memory, Widths
 from ringdp.parallel.precision import Precision
-from ringdp.parallel.stages import stage_of
 
 ZERO = "Rajbhandari et al. 2020, figure 1: 7.5e9 parameters, 64 ranks, GB"
 DEEPSPEED = "DeepSpeed, code-docs/source/memory.rst: t5-3b, 2851e6 parameters, 8 ranks, GiB"
@@ -59,7 +58,7 @@ def figures() -> list[Figure]:
 def zeros(model: Model, stage: int, ranks: int) -> int:
     """ZeRO's count, computed with the engine's formula."""
     widths = [Widths(2, 2, 2, trainable=w.trainable) for w in model.widths]
-    given = Sharding(model.layout(ranks), widths, model.groups, stage_of(stage), limit=0)
+    given = sharding(model, stage, ranks)._replace(widths=widths, limit=0)
     return at_rest(formula(given, RANK, per_element=12, per_parameter=0))
 
 

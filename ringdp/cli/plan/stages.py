@@ -41,9 +41,9 @@ class Setting:
     near: int | None = None  # a `reshard_size`, and the network of so many
     nearby: Network | None = None
 
-    def of(self, stage: int) -> int:
-        """The replicas in that stage."""
-        return self.replicas if stage_of(stage).slices else 1
+    def sharding(self, model: Model, stage: int) -> Sharding:
+        replicas = self.replicas if stage_of(stage).slices else 1
+        return sharding(model, stage, self.ranks // replicas, replicas, self.near)
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,18 @@ class Row:
         return sum(self.memory)
 
 
+def sharding(
+    model: Model, stage: int, ranks: int, replicas: int = 1, near: int | None = None
+) -> Sharding:
+    """How the engine shards the model by default. `ranks`: of one replica; `near`: see Setting."""
+    units, widths = model.layout(ranks, replicas), model.widths
+    sizes = [w.compute * u.padded for u, w in zip(units, widths, strict=True)]
+    limit = one_unit(sizes, model.groups)
+    kept = range(len(units)) if near == 1 else ()  # as in `shard`
+    pieces = [near or 0] * len(units)
+    return Sharding(units, widths, model.groups, stage_of(stage), limit, kept, replicas, pieces)
+
+
 def held(
     model: Model,
     stage: int,
@@ -72,23 +84,17 @@ def held(
     near: int | None = None,
     yields: bool = False,
 ) -> Memory:
-    """Bytes of one rank, by the engine's formula with its default prefetching. `ranks`: of one
-    replica; `near`: see `Setting`; `yields`: see `Network`.
-    """
-    return formula(
-        _sharding(model, stage, ranks, replicas, near),
-        RANK,
-        yields=yields,
-        per_element=PER_ELEMENT,
-        per_parameter=PER_PARAMETER,
-    )
+    """Bytes of one rank. `ranks`: of one replica; `near`: see Setting; `yields`: see Network."""
+    return _held(sharding(model, stage, ranks, replicas, near), yields)
+
+
+def _held(given: Sharding, yields: bool) -> Memory:
+    return formula(given, RANK, yields=yields, per_element=PER_ELEMENT, per_parameter=PER_PARAMETER)
 
 
 def row(model: Model, stage: int, setting: Setting) -> Row:
-    replicas = setting.of(stage)
-    shards = setting.ranks // replicas
-    given = _sharding(model, stage, shards, replicas, setting.near)
-    each = given.each
+    given = setting.sharding(model, stage)
+    each, replicas = given.each, given.replicas
     asked: set[tuple[Collective, int]] = set()
 
     @cache
@@ -102,7 +108,7 @@ def row(model: Model, stage: int, setting: Setting) -> Row:
                 (w.compute if gathers else w.reduce * w.trainable) * u.padded for u, w in each
             )
         asked.add((collective, max(size, among)))
-        n, over = shards, setting.network
+        n, over = setting.ranks // replicas, setting.network
         if near and setting.near and setting.nearby:
             n, over = setting.near, setting.nearby
         elif replicas > 1 and collective == "all_reduce":
@@ -113,7 +119,7 @@ def row(model: Model, stage: int, setting: Setting) -> Row:
             closed(collective, setting.algorithm, n), over.of(collective), size, among=among
         )
 
-    memory = _held(model, stage, setting)
+    memory = _held(given, setting.network.yields)
     slices = given.stage.slices
     owned = sum(sum(u.owned(RANK)) if slices else u.elements for u, w in each if w.trainable)
     step = predict(
@@ -139,13 +145,7 @@ def row(model: Model, stage: int, setting: Setting) -> Row:
 
 
 def fits(model: Model, stage: int, setting: Setting) -> bool:
-    return sum(_held(model, stage, setting)) <= setting.memory
-
-
-def _held(model: Model, stage: int, setting: Setting) -> Memory:
-    replicas, near, yields = setting.of(stage), setting.near, setting.network.yields
-    ranks = setting.ranks // replicas
-    return held(model, stage, ranks, replicas=replicas, near=near, yields=yields)
+    return sum(_held(setting.sharding(model, stage), setting.network.yields)) <= setting.memory
 
 
 def largest(model: Model, stage: int, setting: Setting) -> int:
@@ -181,13 +181,3 @@ def recommend(rows: Sequence[Row], model: Model, setting: Setting) -> str:
 def _stages(rows: Sequence[Row]) -> str:
     names = ", ".join(str(r.stage) for r in rows)
     return f"stage {names} does" if len(rows) == 1 else f"stages {names} do"
-
-
-def _sharding(model: Model, stage: int, ranks: int, replicas: int, near: int | None) -> Sharding:
-    """How the engine shards the model by default. `ranks`: of one replica."""
-    units, widths = model.layout(ranks, replicas), model.widths
-    sizes = [w.compute * u.padded for u, w in zip(units, widths, strict=True)]
-    limit = one_unit(sizes, model.groups)
-    kept = range(len(units)) if near == 1 else ()  # as in `shard`
-    pieces = [near or 0] * len(units)
-    return Sharding(units, widths, model.groups, stage_of(stage), limit, kept, replicas, pieces)
