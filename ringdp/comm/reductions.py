@@ -171,18 +171,15 @@ class Reductions(Issuer):
         self, out: Flat, by: Program | Direct, op: ReduceOp, spec: CallSpec
     ) -> Callable[[], None]:
         """Return the function that copies the result back, and divides a sum that is an average."""
-        undivided = isinstance(by, Program) and op != op_of_rows(op, spec, out.data.dtype)
+        if not isinstance(by, Program) or op == op_of_rows(op, spec, out.data.dtype):
+            return out.copy_back
+        divide = dividing(out.data, self.size)
 
         def finish() -> None:
-            nonlocal undivided
-            if undivided:  # only once: an interrupted wait calls this again
-                data = writable(out.data)
-                size = divisor(data, self.size)
-                undivided = False  # if interrupted or failed before here, nothing is divided yet
-                data.div_(size)
+            divide()
             out.copy_back()
 
-        return finish if undivided else out.copy_back
+        return finish
 
     @repeated
     def barrier(self, *, async_op: bool = False) -> Work:
@@ -194,6 +191,20 @@ class Reductions(Issuer):
         spec = self._spec("barrier", "direct", async_op, 0)
         by = self._way(spec, "all_reduce")
         return self._issue(Job(by, self._bounds(by, 1), self._zero), spec)
+
+
+def dividing(total: Tensor, by: int, rounding_mode: str | None = None) -> Callable[[], None]:
+    """Return a function that divides in place, only once: an interrupted wait calls it again."""
+    undivided = True
+
+    def divide() -> None:
+        nonlocal undivided
+        if undivided:
+            data, size = writable(total), divisor(total, by)
+            undivided = False  # if interrupted or failed before here, nothing is divided yet
+            data.div_(size, rounding_mode=rounding_mode)
+
+    return divide
 
 
 def factor_of(collective: str, op: ReduceOp, scale: float | None, tensor: Tensor) -> float:

@@ -29,6 +29,7 @@ from ringdp.comm.backend.calls import (
 )
 from ringdp.comm.backend.sparse import all_reduce_sparse
 from ringdp.comm.backend.works import Finish, GroupWork
+from ringdp.comm.reductions import dividing
 from ringdp.errors import CollectiveTimeout
 from ringdp.transport.base import ReduceOp as Op
 
@@ -86,12 +87,15 @@ class Reductions(Calls):
     def _reduction_of(
         self, options: Any, results: Sequence[Tensor]
     ) -> tuple[Op, dict[str, Any], list[Finish]]:
-        """Return the communicator's op, its scale if any, and what finishes it: an average of
-        integers is a sum, divided."""
+        """Return the communicator's op, its scale if any, and what finishes it.
+
+        An average of integers is a sum, divided toward zero as NCCL does. gloo has no average, so
+        libraries that special-case gloo, as Lightning does, use it with all other backends.
+        """
         op, scale = reduction(options.reduceOp)
         if op != "avg" or not results or results[0].dtype not in INTEGERS:
             return op, scale, []
-        return "sum", {}, [average(tensor, self._comm.size) for tensor in results]
+        return "sum", {}, [dividing(t.detach(), self._comm.size, "trunc") for t in results]
 
     def reduce(
         self,
@@ -173,21 +177,3 @@ def apart(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Finish]]:
             copies.append(partial(tensor.detach().copy_, found[-1]))
         seen.add(at)
     return found, copies
-
-
-def average(tensor: Tensor, ranks: int) -> Finish:
-    """Return a function that divides a sum of integers by `ranks`, toward zero as NCCL does.
-
-    gloo has no average, so libraries that special-case gloo, as Lightning does, use it with all
-    other backends. The function divides only once: an interrupted wait calls it again.
-    """
-    undivided = True
-
-    def finish() -> None:
-        nonlocal undivided
-        if undivided:
-            data = tensor.detach()
-            undivided = False  # if interrupted before here, nothing is divided yet
-            data.div_(ranks, rounding_mode="trunc")
-
-    return finish

@@ -13,7 +13,7 @@ from torch.distributed import GatherOptions
 
 from ringdp import CollectiveMismatch, Communicator, UsageError
 from ringdp.comm.backend.calls import output_buffer
-from ringdp.comm.backend.reductions import average
+from ringdp.comm.reductions import dividing
 from tests.comm.backend.cases import CASES
 from tests.comm.backend.jobs import world
 from tests.forks import Report
@@ -186,7 +186,7 @@ def test_wrong_calls_are_refused(forks):
 
 def test_finishing_an_integer_average_twice_divides_once():
     total = torch.tensor([7, -7])
-    finish = average(total, 2)
+    finish = dividing(total, 2, "trunc")
     for _ in range(2):
         finish()
     assert total.tolist() == [3, -3]
