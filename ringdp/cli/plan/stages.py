@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 
 from ringdp.cli.bench.kernel_cases import CASES
 from ringdp.cli.plan.hardware import Network
 from ringdp.cli.plan.models import Model
-from ringdp.cli.plan.step import Step, predict
+from ringdp.cli.plan.step import Part, Step, predict
 from ringdp.parallel.accounting.formula import Sharding, formula, traffic
 from ringdp.parallel.accounting.memory import Memory
 from ringdp.parallel.prefetch import one_unit
@@ -96,9 +96,15 @@ def row(model: Model, stage: int, setting: Setting) -> Row:
     given = setting.sharding(model, stage)
     each, replicas = given.each, given.replicas
     asked: set[tuple[Collective, int]] = set()
+    within = setting.within if replicas > 1 else setting.network
+    parts: dict[Part, tuple[int, Network]] = {
+        "shards": (setting.ranks // replicas, within),
+        "replicas": (replicas, setting.network),
+        "near": (setting.near or 1, setting.nearby or within),
+    }
 
     @cache
-    def cost(collective: Collective, size: int, *, near: bool = False) -> float:
+    def cost(collective: Collective, size: int, part: Part) -> float:
         if not size:
             return 0.0  # not called
         among = 0
@@ -108,13 +114,7 @@ def row(model: Model, stage: int, setting: Setting) -> Row:
                 (w.compute if gathers else w.reduce * w.trainable) * u.padded for u, w in each
             )
         asked.add((collective, max(size, among)))
-        n, over = setting.ranks // replicas, setting.network
-        if near and setting.near and setting.nearby:
-            n, over = setting.near, setting.nearby
-        elif replicas > 1 and collective == "all_reduce":
-            n = replicas
-        elif replicas > 1:
-            over = setting.within
+        n, over = parts[part]
         return seconds(
             closed(collective, setting.algorithm, n), over.of(collective), size, among=among
         )
@@ -125,7 +125,7 @@ def row(model: Model, stage: int, setting: Setting) -> Row:
     step = predict(
         given,
         cost=cost,
-        nearby=partial(cost, near=True),
+        wires={part: over.source for part, (_, over) in parts.items()},
         forward=[FLOPS * u.elements * setting.tokens / setting.flops for u in given.units],
         flatten=[(w.compute + w.reduce) * u.elements / setting.bandwidth for u, w in each],
         optimizer=4 * CASES["adamw"].moves * owned / setting.bandwidth,

@@ -1,24 +1,26 @@
 """Predicts the time of one step: simulates the engine's gathers, compute and reductions.
 
-There are two clocks. One is compute's; the other is the wire's, which carries one collective at a
-time, in the order in which the engine issues them. Compute waits for the gathers of what it uses. A
-reduction from a shared bucket waits, once the bucket is full, for the reduction before it. The
-optimizer waits for all of them. Time for which compute waits is exposed; the rest of the wire's
-time is hidden. If the cores that compute also move the bytes, as in shared memory, nothing is
-hidden. Replicas' all_reduces wait for the wire, too, though it may be another.
+There are several clocks. One is compute's. The others are the networks', each of which carries one
+collective at a time, in the order in which the engine issues them: replicas' all_reduces may cross
+another than gathers do. Compute waits for the gathers of what it uses. A reduction from a shared
+bucket waits, once the bucket is full, for the reduction before it. The optimizer waits for all of
+them. Time for which compute waits is exposed; the rest of the networks' time is hidden. If the
+cores that compute also move the bytes, as in shared memory, nothing is hidden.
 
 Leaves out the slowdown of kernels by concurrent collectives, and the host's time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, NamedTuple
 
 from ringdp.parallel.accounting.formula import Sharding
 from ringdp.schedule.algorithms import Collective
 
-Cost = Callable[[Collective, int], float]  # in s, of a buffer of this many bytes
+Part = Literal["shards", "replicas", "near"]  # of the ranks, as in `ringdp.parallel.ranks`
+Cost = Callable[[Collective, int, Part], float]  # in s, of a buffer of this many bytes
 
 
 class Step(NamedTuple):
@@ -39,23 +41,24 @@ class Step(NamedTuple):
 
 
 class _Clocks:
-    """The clocks of compute, `now`, and of the wire."""
+    """The clocks of compute, `now`, and of the wires, by name."""
 
     def __init__(self, *, beside: bool) -> None:
         self.beside = beside
-        self.now = self.wire = self.compute = self.busy = self.exposed = 0.0
+        self.now = self.compute = self.busy = self.exposed = 0.0
+        self.wires = defaultdict[str, float](float)
 
     def spend(self, seconds: float) -> None:
         self.now += seconds
         self.compute += seconds
 
-    def send(self, seconds: float) -> float:
-        """Send after what is on the wire; return when it ends."""
-        self.wire = max(self.wire, self.now) + seconds
+    def send(self, seconds: float, wire: str, after: float = 0.0) -> float:
+        """Send after what is on the wire, and `after` a time; return when it ends."""
+        self.wires[wire] = ends = max(self.wires[wire], self.now, after) + seconds
         self.busy += seconds
         if not self.beside:
-            self.wait(self.wire)
-        return self.wire
+            self.wait(ends)
+        return ends
 
     def wait(self, until: float) -> None:
         self.exposed += max(until - self.now, 0.0)
@@ -66,7 +69,7 @@ def predict(
     given: Sharding,
     *,
     cost: Cost,
-    nearby: Cost | None = None,
+    wires: Mapping[Part, str],
     forward: Sequence[float],
     flatten: Sequence[float],
     optimizer: float,
@@ -74,7 +77,7 @@ def predict(
 ) -> Step:
     """Simulate one step.
 
-    Times are in s. `nearby`: the cost among ranks that gather pieces. `forward` has each unit's
+    Times are in s. `wires`: the network of each part of the ranks. `forward` has each unit's
     forward; a backward takes twice as long. `flatten` has the flattening of each unit's gradients,
     which counts as compute. `beside` says whether collectives run during compute.
     """
@@ -82,6 +85,9 @@ def predict(
     each, groups, stage = given.each, given.groups, given.stage
     ready = [0.0] * len(each)  # when a unit's gather ends
     reduced = 0.0  # when the last reduction so far ends
+
+    def send(collective: Collective, size: int, part: Part, after: float = 0.0) -> float:
+        return clocks.send(cost(collective, size, part), wires[part], after)
 
     def reduce(unit: int) -> None:
         nonlocal reduced
@@ -91,15 +97,15 @@ def predict(
         clocks.spend(flatten[unit])
         if not widths.keeps_bucket(stage):
             clocks.wait(reduced)
-        reduced = clocks.send(cost(stage.reduction, widths.reduce * layout.padded))
+        reduced = send(stage.reduction, widths.reduce * layout.padded, "shards")
         if given.replicas > 1:
-            reduced = clocks.send(cost("all_reduce", widths.reduce * layout.shard))
+            reduced = send("all_reduce", widths.reduce * layout.shard, "replicas", reduced)
 
     for what, which in given.iteration():
         if what in ("gather", "gather_near") and stage.gathers:
             layout, widths = each[which]
-            of = nearby if nearby and what == "gather_near" else cost
-            ready[which] = clocks.send(of("all_gather", widths.compute * layout.padded))
+            part: Part = "near" if what == "gather_near" else "shards"
+            ready[which] = send("all_gather", widths.compute * layout.padded, part)
         elif what == "use":
             clocks.wait(ready[which])
         elif what == "forward":

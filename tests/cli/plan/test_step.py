@@ -19,7 +19,22 @@ BF16 = Widths(4, 2, 2, apart=True, own=False)
 RANKS = 4
 
 
-def run(sizes, stage, widths, *, cost, forward, flatten=None, limit=None, beside=True, replicas=1):
+ONE_WIRE = dict.fromkeys(("shards", "replicas", "near"), "")
+
+
+def run(
+    sizes,
+    stage,
+    widths,
+    *,
+    cost,
+    forward,
+    wires=ONE_WIRE,
+    flatten=None,
+    limit=None,
+    beside=True,
+    replicas=1,
+):
     units = layout([(str(i), [("w", s)]) for i, s in enumerate(sizes)], RANKS, replicas)
     most = max(
         (w.compute * u.padded for u, w in zip(units[1:], widths[1:], strict=True)), default=0
@@ -30,6 +45,7 @@ def run(sizes, stage, widths, *, cost, forward, flatten=None, limit=None, beside
     return given, predict(
         given,
         cost=cost,
+        wires=wires,
         forward=forward,
         flatten=flatten or [0.0] * len(sizes),
         optimizer=0.0,
@@ -37,15 +53,15 @@ def run(sizes, stage, widths, *, cost, forward, flatten=None, limit=None, beside
     )
 
 
-def sent(collective: str, size: int) -> float:
+def sent(collective: str, size: int, _part: str = "") -> float:
     return (2 if collective == "all_reduce" else 1) * (RANKS - 1) * size // RANKS
 
 
-def one(_collective: str, size: int) -> float:
+def one(_collective: str, size: int, _part: str) -> float:
     return 1.0 if size else 0.0
 
 
-def ten(collective: str, size: int) -> float:
+def ten(collective: str, size: int, _part: str) -> float:
     return 10.0 if size and collective == "reduce_scatter" else 0.0
 
 
@@ -117,6 +133,19 @@ def test_a_bucket_is_filled_while_the_previous_one_is_reduced():
     widths = [FROZEN] + 3 * [FLOAT32]
     _, step = run(sizes, 2, widths, cost=ten, forward=forward, flatten=flatten)
     assert step == Step(compute=10.5, communication=30, exposed=25, optimizer=0)
+
+
+def test_each_network_carries_one_collective_at_a_time():
+    """As stages 1, 2 by hand, then an all_reduce of 10: B's is 6-16. A's reduce_scatter, 7-8 if the
+    wire is another, else 16-17, is before A's."""
+
+    def cost(collective: str, size: int, part: str) -> float:
+        return 10 if part == "replicas" else one(collective, size, part)
+
+    sizes, widths = [0, 64, 64], [FROZEN, FLOAT32, FLOAT32]
+    for wires, total in ((ONE_WIRE, 27), (ONE_WIRE | {"replicas": "between nodes"}, 26)):
+        _, step = run(sizes, 1, widths, cost=cost, wires=wires, forward=[0, 1, 1], replicas=2)
+        assert step.total == total
 
 
 def test_without_compute_nothing_is_hidden():
