@@ -109,7 +109,7 @@ class Gathering:
             unit.set_aside()
             self._ahead.add(index)
         else:
-            unit.reshard(again=again and self._trains)
+            unit.reshard(again=again and self._trains and not lost)
         refuse_lost(lost)
         self.prefetch()
 

@@ -103,6 +103,45 @@ def test_what_was_assigned_since_the_forward_is_gathered_from_all(
     assert equal(*found)
 
 
+class Retries(nn.Module):
+    """Calls its first unit again where that wrote to its weights, which are copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.units, self.writes = nn.ModuleList(small.net()), True
+        self.units[0].register_forward_pre_hook(self.write)
+
+    def write(self, unit: Any, _: object) -> None:
+        if self.writes:
+            with torch.no_grad():
+                unit[0].weight.mul_(2)
+
+    def forward(self, x: Tensor) -> Any:
+        self.writes = True
+        with pytest.raises(UsageError, match="written to while its unit computes"):
+            self.units[0](x)
+        self.writes = False
+        for unit in self.units:
+            x = unit(x)
+        return x
+
+
+@small.with_and_without_precision
+@on_ranks(N)
+def test_what_was_written_to_copies_is_in_no_piece(
+    comm: Communicator, precision: Precision | None
+) -> None:
+    found = []
+    for size in (2, N):
+        model = Retries()
+        engine = sharded(comm, model, reshard_size=size, precision=precision)
+        loss = small.loss(model)
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in model.parameters())])
+        engine.close()
+    assert equal(*found)
+
+
 class Odd(nn.Module):
     """Calls a unit twice, checkpoints two others, and leaves one out at times."""
 
