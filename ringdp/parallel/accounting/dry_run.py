@@ -22,13 +22,11 @@ class Event(NamedTuple):
     """What happens to a unit, or which group runs.
 
     Of a unit with pieces: keep (this rank's piece is allocated), gather_near (from the pieces). For
-    a bucket that is allocated and freed: fill (allocated), reduce (its gradients are complete),
-    reduced (freed).
+    a bucket that is allocated and freed: fill (allocated), reduced (freed).
     """
 
     what: Literal[
-        "gather", "gather_near", "use", "free", "keep", "forward", "backward",
-        "fill", "reduce", "reduced",
+        "gather", "gather_near", "use", "free", "keep", "forward", "backward", "fill", "reduced",
     ]  # fmt: skip
     which: int
 
@@ -50,7 +48,8 @@ def iteration(
     freed after their forward. `pieces`: bytes that a rank keeps of each unit, from which it is
     gathered for its backward; 0 without a `reshard_size`. `buckets`: bytes of each unit's bucket,
     if these are allocated and freed. `overlap`: whether a reduction runs during the next unit's
-    backward. `yields`: see Note [gathers yield to reductions].
+    backward. `yields`: see Note [gathers yield to reductions]. The root's reduction, at the end,
+    takes no more memory and is left out.
     """
     events: list[Event] = []
     pieces = pieces or [0] * len(sizes)
@@ -70,12 +69,6 @@ def iteration(
             if fill and reducing.buckets[unit]:
                 events.append(Event("fill", unit))
 
-    def reduce(group: int) -> None:
-        for unit in reversed(groups[group]):
-            if reducing.buckets[unit]:
-                gathering.prefetch_deferred(wait=True)
-                reducing.reduce(unit)
-
     def free() -> None:
         while ended:
             gathering.done_with(ended.pop(0), free=True)
@@ -93,10 +86,11 @@ def iteration(
     for group in reversed(inner):
         use(group, fill=True)
         events.append(Event("backward", group))
-        reduce(group)
+        for unit in reversed(groups[group]):
+            if reducing.buckets[unit]:
+                gathering.prefetch_deferred(wait=True)
+                reducing.reduce(unit)
         ended += groups[group]
-    reduce(0)
-    reducing.finish()
     free()
     return events
 
@@ -136,7 +130,7 @@ class _Piece:
         self.index, self._events, self._exists, self.kept = index, events, exists, False
 
     def keep(self) -> None:
-        if self._exists and not self.kept:
+        if self._exists:  # the iteration asks once
             self._events.append(Event("keep", self.index))
             self.kept = True
 
@@ -186,7 +180,6 @@ class _Reducing(Reducing):
 
     def reduce(self, unit: int) -> None:
         self.finish()
-        self._events.append(Event("reduce", unit))
         self._unit = unit
         if not self.overlap:
             self.finish()
