@@ -180,10 +180,10 @@ class FlatUnit:
     def reshard(self, *, again: bool = False) -> None:
         """UNSHARDED -> SHARDED: the parameters are slices again; stage 3 frees the full buffer, but
         keeps a piece if it will be gathered `again` with the same values."""
+        if again:
+            self.piece.keep(self.full)
         self._lay_down()
         if self.freed:
-            if again:
-                self.piece.keep(self.full)
             self._free()
             self.ledger.give("gathered", self.bytes)
         self.state = State.SHARDED

@@ -108,6 +108,28 @@ def test_an_interrupted_forward_leaves_no_unit_in_use(comm: Communicator) -> Non
     engine.close()
 
 
+@on_ranks(4)
+def test_an_interrupted_copy_of_a_piece_leaves_the_unit_whole(comm: Communicator) -> None:
+    """Otherwise its parameters would be slices in all later forwards."""
+    model, twin = net(), net()
+    engine = ringdp.shard(model, stage=3, comm=comm, reshard_size=2)
+    near = engine.ledger.ranks.near
+    assert near is not None
+
+    def interrupt(*_: object, **__: object) -> Tensor:
+        del near.empty
+        raise KeyboardInterrupt
+
+    near.empty = interrupt  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        loss(model)
+    for one in (model, twin):
+        loss(one).backward()
+    assert_gradients(engine, twin)
+    assert engine.ledger.now["gathered"] == 0
+    engine.close()
+
+
 class InterruptedOnce(OrderedDict[int, Any]):
     """Hooks of a parameter: Ctrl-C comes before the next one is set, if `armed`."""
 
