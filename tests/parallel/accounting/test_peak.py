@@ -5,7 +5,7 @@ gradients."""
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -22,16 +22,18 @@ from tests.ranks import on_ranks
 pytestmark = pytest.mark.process
 
 WIDTH, LAYERS = 128, 4  # a unit is far larger than all activations of one row
+BLOCK = [torch.float32] * LAYERS
+BLOCK_BYTES = 4 * LAYERS * WIDTH * (WIDTH + 1)
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dtypes: Sequence[torch.dtype] = BLOCK) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=dtype) for dtype in dtypes)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = torch.tanh(layer(x))
+            x = torch.tanh(layer(x.to(layer.weight.dtype)))
         return x
 
 
@@ -69,6 +71,22 @@ class Tied(Net):
     def forward(self, x: Tensor) -> Tensor:
         x = super().forward(self.embed(torch.tensor([3])))
         return nn.functional.linear(x, self.embed.weight)
+
+
+class Uneven(Net):
+    """Its first block is as large as three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(3 * BLOCK), Block(), Block()])
+
+
+class Mixed(Net):
+    """Its first block is two units, the second of them twice as large as the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(BLOCK + [torch.float64] * LAYERS), Block()])
 
 
 def storages() -> dict[int, int]:
@@ -144,6 +162,15 @@ def test_the_peak_equals_the_formula(ranks, kind, stage, prefetch, blocks):
         # no root, or one as large as three blocks
         if kind is not Scaled and (stage, prefetch) == (3, None):
             assert formula <= 3 * max(root, unit)
+
+
+@pytest.mark.parametrize(("kind", "blocks"), [(Uneven, 7), (Mixed, 6)])
+def test_the_peak_of_units_of_several_sizes_equals_the_formula(ranks, kind, blocks):
+    """The first block's weights and bucket exist at once. Uneven: beside them the next block's
+    bucket, in its reduction. Mixed: not, as the second unit's gather has waited for it."""
+    for most, formula, *_ in ranks(2)(peak, kind, 3, None):
+        assert formula == blocks * BLOCK_BYTES
+        assert formula <= most <= formula + BLOCK_BYTES // 8
 
 
 def peak_over_a_link(_: Communicator) -> Found:
