@@ -37,12 +37,13 @@ def with_replicas(ranks: Any, mesh: Any) -> tuple[Any, int | None, torch.device 
     """The group that either argument means, which may ask for replicas; shard_size then; and the
     current GPU for a mesh of GPUs. Raises UsageError for ranks in another order than ascending."""
     size: int | None = None
-    if mesh is not None and not (isinstance(mesh, DeviceMesh) and mesh.ndim in (1, 2)):
+    dimensions = mesh.ndim if isinstance(mesh, DeviceMesh) else 0
+    if mesh is not None and ranks is None and dimensions not in (1, 2):
         raise ModelError(
             f"the mesh is {mesh!r}; allowed: a DeviceMesh of shards, or of both replicas "
             "and shards; give that part of a larger one"
         )
-    if mesh is not None and mesh.ndim == 2:
+    if dimensions == 2:
         members = mesh.mesh.flatten().tolist()
         if members != sorted(members):
             raise UsageError(

@@ -69,6 +69,9 @@ def gather_from_the_host() -> Any:
     unit: Any = SimpleNamespace(
         state=State.SHARDED,
         settle=lambda: None,
+        index=0,
+        is_stale=lambda: False,
+        piece=SimpleNamespace(gather=lambda *_: None),
         freed=False,
         slices=True,
         apart=True,

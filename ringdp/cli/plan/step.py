@@ -69,7 +69,7 @@ def predict(
     given: Sharding,
     *,
     cost: Cost,
-    wires: Mapping[Part, str],
+    wires: Mapping[Part, str] | None = None,
     forward: Sequence[float],
     flatten: Sequence[float],
     optimizer: float,
@@ -77,9 +77,9 @@ def predict(
 ) -> Step:
     """Simulate one step.
 
-    Times are in s. `wires`: the network of each part of the ranks. `forward` has each unit's
-    forward; a backward takes twice as long. `flatten` has the flattening of each unit's gradients,
-    which counts as compute. `beside` says whether collectives run during compute.
+    Times are in s. `wires`: the network of each part of the ranks, by default one. `forward` has
+    each unit's forward; a backward takes twice as long. `flatten` has the flattening of each unit's
+    gradients, which counts as compute. `beside` says whether collectives run during compute.
     """
     clocks = _Clocks(beside=beside)
     each, groups, stage = given.each, given.groups, given.stage
@@ -87,7 +87,7 @@ def predict(
     reduced = 0.0  # when the last reduction so far ends
 
     def send(collective: Collective, size: int, part: Part, after: float = 0.0) -> float:
-        return clocks.send(cost(collective, size, part), wires[part], after)
+        return clocks.send(cost(collective, size, part), (wires or {}).get(part, ""), after)
 
     def reduce(unit: int) -> None:
         nonlocal reduced

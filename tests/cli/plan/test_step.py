@@ -19,9 +19,6 @@ BF16 = Widths(4, 2, 2, apart=True, own=False)
 RANKS = 4
 
 
-ONE_WIRE = dict.fromkeys(("shards", "replicas", "near"), "")
-
-
 def run(
     sizes,
     stage,
@@ -29,7 +26,7 @@ def run(
     *,
     cost,
     forward,
-    wires=ONE_WIRE,
+    wires=None,
     flatten=None,
     limit=None,
     beside=True,
@@ -143,7 +140,7 @@ def test_each_network_carries_one_collective_at_a_time():
         return 10 if part == "replicas" else one(collective, size, part)
 
     sizes, widths = [0, 64, 64], [FROZEN, FLOAT32, FLOAT32]
-    for wires, total in ((ONE_WIRE, 27), (ONE_WIRE | {"replicas": "between nodes"}, 26)):
+    for wires, total in ((None, 27), ({"replicas": "between nodes"}, 26)):
         _, step = run(sizes, 1, widths, cost=cost, wires=wires, forward=[0, 1, 1], replicas=2)
         assert step.total == total
 
