@@ -142,6 +142,20 @@ def test_what_was_written_to_copies_is_in_no_piece(
     assert equal(*found)
 
 
+@on_ranks(N)
+def test_a_forward_has_the_weights_of_its_own_time(comm: Communicator) -> None:
+    """Also after one without a backward, and after writes that torch does not count."""
+    found = []
+    for size in (2, N):
+        engine = sharded(comm, reshard_size=size)
+        small.loss(engine.model)
+        for p in engine.model.parameters():
+            p.data.mul_(2)
+        found.append([small.loss(engine.model).detach()])
+        engine.close()
+    assert equal(*found)
+
+
 class Odd(nn.Module):
     """Calls a unit twice, checkpoints two others, and leaves one out at times."""
 
@@ -178,7 +192,7 @@ def test_odd_models_have_the_same_bits(
             comm, model, reshard_size=size, prefetch_bytes=prefetch_bytes, offload=offload
         )
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        losses = []
+        losses, at_rest = [], engine.ledger.now["gathered"]
         for seed in range(4):
             loss = small.loss(model, seed + comm.rank)
             if not reentrant:
@@ -193,6 +207,7 @@ def test_odd_models_have_the_same_bits(
             losses.append(loss.detach())
         found.append([*losses, *small.whole_parameters(engine)])
         assert pieces(engine) == []
+        assert engine.ledger.now["gathered"] == at_rest
         engine.close()
     assert equal(*found)
 
