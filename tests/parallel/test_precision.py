@@ -37,6 +37,10 @@ def test_dtypes_have_defaults():
         Precision(param=torch.int32)
     with pytest.raises(ringdp.UsageError, match=r"cast_inputs='units'"):
         Precision(cast_inputs="units")  # type: ignore[arg-type]
+    with pytest.raises(
+        ringdp.UsageError, match=r"keep_fp32\)='LayerNorm': allowed: a module class"
+    ):
+        Precision(keep_fp32="LayerNorm")  # type: ignore[arg-type]
 
 
 DOUBLE = torch.float64
