@@ -5,12 +5,15 @@ from __future__ import annotations
 import sys
 import threading
 from itertools import count
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 import ringdp
 from ringdp import Communicator
+from ringdp.comm.work import Group
 from tests.comm.failing import catch, leaves_nothing
 from tests.forks import Forks, Report
 from tests.ranks import on_ranks
@@ -147,6 +150,17 @@ def check_group(comm: Communicator) -> None:
 @pytest.mark.parametrize("n", [1, 3])
 def test_calls_in_a_group_give_their_usual_results(ranks, n: int):
     ranks(n)(check_group)
+
+
+def test_the_works_of_a_group_share_its_timeout():
+    given: list[float] = []
+    work: Any = SimpleNamespace(wait=given.append)
+    group = Group([work, work])
+    group.wait(60)
+    assert 60 >= given[0] >= given[1] > 0
+    given.clear()
+    group.wait(0)
+    assert given == [0, 0]  # not less, though time has passed
 
 
 @on_ranks(2)
