@@ -11,8 +11,8 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -103,11 +103,11 @@ def test_a_timed_out_buffer_is_not_freed_under_the_thread(comm: Communicator) ->
 
 
 @contextmanager
-def interrupted_in(comm: Communicator) -> Iterator[None]:
-    """Sends SIGINT to a call inside the block once rank 0 has begun its second collective."""
+def interrupted_once(waits: Callable[[], object]) -> Iterator[None]:
+    """Sends SIGINT to a call inside the block once it waits."""
 
     def interrupt() -> None:
-        while comm._transport.record(0).begun < 2:
+        while not waits():
             time.sleep(0.001)
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -116,6 +116,11 @@ def interrupted_in(comm: Communicator) -> Iterator[None]:
     threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
         yield
+
+
+def interrupted_in(comm: Communicator) -> AbstractContextManager[None]:
+    """Once rank 0 has begun its second collective."""
+    return interrupted_once(lambda: comm._transport.record(0).begun >= 2)
 
 
 @on_ranks(2)
@@ -130,6 +135,17 @@ def test_ctrl_c_ends_a_wait(comm: Communicator) -> None:
             other.close()  # before rank 1, which would otherwise see it lost
         comm.barrier()
     assert time.monotonic() - start < ALLOWED
+
+
+@on_ranks(2)
+def test_after_ctrl_c_the_table_shows_no_wait_for_a_message(comm: Communicator) -> None:
+    with comm.duplicate() as other:
+        if comm.rank == 0:
+            with interrupted_once(lambda: other._transport.message(0)):
+                other.recv(torch.ones(3), 1)
+            assert other._transport.message(0) is None
+            other.close()  # before rank 1, as above
+        comm.barrier()
 
 
 @on_ranks(2)
