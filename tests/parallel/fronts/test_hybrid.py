@@ -52,8 +52,11 @@ def test_replicas_have_the_bits_of_torchs(comm: Communicator) -> None:
             assert train(comm, model, torch.optim.AdamW(model.parameters())) == exact
             engine.close()
         fsdp_1 = fronts.FullyShardedDataParallel
+        mixed = DeviceMesh("cpu", [[0, 3], [2, 1]], mesh_dim_names=("replicas", "shards"))
+        crossed = mixed.get_group("shards"), mixed.get_group("replicas")
         for wrap, message in (
             (lambda: fsdp_1(net(), groups[::-1], hybrid), r"shards \[., .\] and replicas \[., .\]"),
+            (lambda: fsdp_1(net(), crossed, hybrid), r"shards \[(0, 3|1, 2)\] and replicas"),
             (lambda: fsdp_1(net(), groups[:1] * 2, hybrid), r"\[., .\] on rank .*the same shard"),
             (lambda: fsdp_1(net(), groups[:1], hybrid), "allowed: two groups"),
             (lambda: fronts.fully_shard(net(), comm=(comm, comm)), "allowed: two groups"),
