@@ -14,8 +14,17 @@ from torch.optim.swa_utils import AveragedModel
 
 import ringdp
 from ringdp import Communicator, Precision, UsageError
+from tests.equal import equal
 from tests.parallel.ddp.cases import gloo
-from tests.parallel.small import COMPUTE_IN_FLOAT64, WIDTH, assert_equal, batch, loss, net
+from tests.parallel.small import (
+    COMPUTE_IN_FLOAT64,
+    WIDTH,
+    assert_equal,
+    batch,
+    loss,
+    net,
+    whole_parameters,
+)
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
@@ -86,6 +95,29 @@ def test_unsupported_uses_are_refused(comm: Communicator, stage: int) -> None:
         lambda: model(batch(0).double()),
         r"has become torch\.float64.* in the sharded model it is torch\.float32",
     )
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("wrong", ["dtype", "shape"])
+@on_ranks(2)
+def test_full_parameters_writes_nothing_if_a_parameter_does_not_fit(
+    comm: Communicator, wrong: str, stage: int
+) -> None:
+    model = net()
+    engine = ringdp.shard(model, stage=stage, comm=comm)
+    before = whole_parameters(engine)
+
+    def write() -> None:
+        with engine.full_parameters(write=True):
+            *others, last = model.parameters()
+            for p in others:
+                p.data.zero_()
+            last.data = last.data.double() if wrong == "dtype" else last.data[:1]
+
+    with pytest.raises(UsageError, match=r"has become torch\..*in the sharded model it is"):
+        write()
+    assert equal(whole_parameters(engine), before)
     engine.close()
 
 
