@@ -71,11 +71,11 @@ class Engine:
         beside = ranks.every.wired or any(u.full.is_cuda for u in units)
         turns = None if beside else self.reducing
         self.gathering = Gathering(units, self.groups, duplicate(), prefetch_bytes, turns, kept)
-        own = self.reducing.comm, self.gathering.comm
-        for each in filter(None, (*own, ranks.replicas, ranks.near)):
+        comms = self.reducing.comm, self.gathering.comm, ranks.replicas, ranks.near
+        for each in filter(None, comms):
             each.name_tags([unit.plan.name or "root" for unit in units])
         if ranks.made:  # a rank that dies is in some of them, but all ranks wait for it
-            own[0].end_with(own[1], *ranks.made)
+            self.reducing.comm.end_with(self.gathering.comm, *ranks.made)
         self._unmanaged = Unmanaged(model, units)
 
         self._writes = True  # whether full_parameters keeps what is written

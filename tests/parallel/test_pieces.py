@@ -19,8 +19,6 @@ from tests.equal import equal
 from tests.forks import CALL_TIMEOUT, Forks, Report, die, meet
 from tests.parallel import small
 from tests.ranks import on_ranks
-from tests.transport.device_bodies import from_pieces
-from tests.transport.over import over
 
 pytestmark = pytest.mark.process
 
@@ -210,14 +208,6 @@ def test_odd_models_have_the_same_bits(
         assert engine.ledger.now["gathered"] == at_rest
         engine.close()
     assert equal(*found)
-
-
-def test_gloo_gives_the_bits_of_shared_memory(ranks):
-    exact = ranks(N)(from_pieces)
-    for here, there in zip(ranks(N)(over, "c10d", from_pieces), exact, strict=True):
-        assert here.losses == there.losses
-        assert equal(here.parameters, there.parameters)
-        assert here.sent == there.sent
 
 
 @on_ranks(N)

@@ -16,7 +16,7 @@ from tests.equal import equal
 from tests.forks import CALL_TIMEOUT, Forks, Report, die, meet
 from tests.parallel import small
 from tests.ranks import on_ranks
-from tests.transport.device_bodies import in_replicas
+from tests.transport.device_bodies import from_pieces, in_replicas
 from tests.transport.over import over
 
 pytestmark = pytest.mark.process
@@ -108,9 +108,9 @@ def test_all_else_is_as_in_one_process(comm: Communicator, stage: int, tmp_path:
         one.close()
 
 
-def test_gloo_gives_the_bits_of_shared_memory(ranks):
-    exact = ranks(N)(in_replicas)
-    for here, there in zip(ranks(N)(over, "c10d", in_replicas), exact, strict=True):
+@pytest.mark.parametrize("trained", [in_replicas, from_pieces])
+def test_gloo_gives_the_bits_of_shared_memory(ranks, trained):
+    for here, there in zip(ranks(N)(over, "c10d", trained), ranks(N)(trained), strict=True):
         assert here.losses == there.losses
         assert equal(here.parameters, there.parameters)
         assert here.sent == there.sent

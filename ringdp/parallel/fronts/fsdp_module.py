@@ -71,7 +71,8 @@ class FSDPModule:
         """No effect: here every backward waits for its reductions, with the same sums."""
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """No effect: shards have no replicas over a mesh of one dimension."""
+        """No effect: every backward's sums go over replicas, too. Those of several backwards are
+        the same but for rounding."""
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """No effect: gradients are divided, then summed, in any case."""
