@@ -49,6 +49,11 @@ def with_replicas(ranks: Any, mesh: Any) -> tuple[Any, int | None, torch.device 
             raise UsageError(
                 f"a mesh for replicas of ranks {mesh.mesh.tolist()}; allowed: ascending ones"
             )
+        if mesh.mesh_dim_names is None:
+            raise UsageError(
+                f"a mesh for replicas of ranks {mesh.mesh.tolist()} without mesh_dim_names; give "
+                "it some, such as ('replicate', 'shard')"
+            )
         mesh, size = mesh._flatten(), mesh.size(1)
     elif isinstance(ranks, tuple):
         if [isinstance(each, ProcessGroup) for each in ranks] != [True, True]:
