@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,14 @@ from ringdp.parallel.guards import copies, resting
 from ringdp.parallel.guards.computed import places
 from ringdp.parallel.layout import layout
 from ringdp.parallel.offload import Offload
-from ringdp.parallel.precision import ModuleRule, Precision, check_rule, matches
+from ringdp.parallel.precision import (
+    ModuleRule,
+    Precision,
+    Precisions,
+    check_precisions,
+    check_rule,
+    matches,
+)
 from ringdp.parallel.ranks import ranks_of
 from ringdp.parallel.replicas import broadcast, check_equal, check_writable, facts_of
 from ringdp.parallel.stages import Stage, stage_of
@@ -34,7 +41,7 @@ def shard(
     *,
     stage: int,
     unit: UnitRule = None,
-    precision: Precision | None = None,
+    precision: Precision | Precisions | None = None,
     offload: Offload | None = None,
     comm: Communicator | ProcessGroup | None = None,
     shard_size: int | None = None,
@@ -49,7 +56,8 @@ def shard(
 
     stage: 0 DDP, 1 ZeRO-1, 2 ZeRO-2, 3 ZeRO-3 (see `stages`). unit: which modules are gathered and
     reduced together: a class, several, a predicate, or a number of elements (see `find_units`).
-    precision: dtypes in forward, backward and reductions. offload: what rests in host memory. comm:
+    precision: dtypes in forward, backward and reductions; a dict has those of modules, each for
+    what lies within, too. offload: what rests in host memory. comm:
     a communicator or a torch.distributed group; by default what `ringdp.init` made last, or else
     torch's default group. shard_size: how many ranks hold a model together, by default all; with
     fewer, which must divide them, the others hold replicas (see `ranks`). reshard_size: how many of
@@ -77,7 +85,7 @@ def shard(
     bytes.
     """
     _check(model, nn.Module, "model")
-    _check(precision, Precision | None, "precision")
+    _check(precision, Precision | Mapping | None, "precision")
     _check(offload, Offload | None, "offload")
     _check(init, Callable | None, "init")
     _check(shard_size, int | None, "shard_size")
@@ -95,12 +103,14 @@ def shard(
     for name, value in (("prefetch_bytes", ahead), ("persist_below", persist_below)):
         if type(value) is not int or value < 0:
             raise UsageError(f"{name} is {value!r}; it must be an int of at least 0")
-    row, precision, offload = stage_of(stage), precision or Precision(), offload or Offload()
+    row, offload = stage_of(stage), offload or Offload()
+    precisions = precision if isinstance(precision, Mapping) else {model: precision or Precision()}
+    check_precisions(model, precisions)
     meta.check(model, init)
     comm = communicator_of(comm, model.parameters())
     size = comm.size if shard_size is None else shard_size
     near = size if reshard_size is None else reshard_size
-    found, chosen = find_units(model, unit, persist_below=persist_below, precision=precision)
+    found, chosen = find_units(model, unit, persist_below=persist_below, precisions=precisions)
     kept = {at for at, f in enumerate(found) if keep is not None and matches(f.module, keep)}
     of = {
         p: {"unit": f.name or "root", "stage": stage, "shard_size": size, "reshard_size": near}
@@ -139,7 +149,7 @@ def shard(
         overlap=overlap,
     )
     move_inputs(model, engine.device, engine.add_hook)
-    cast_at(model, chosen, precision, engine.computes, engine.add_hook)
+    cast_at(model, chosen, precisions, engine.computes, engine.add_hook)
     recorder.join(engine, EngineTracer)
     copies.mark(model)
     return engine

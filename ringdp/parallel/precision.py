@@ -5,12 +5,13 @@
     reduce   of the gradient bucket that the ranks reduce: Precision.reduce
 
 A gradient is made in `compute`, multiplied by 1/n and cast to `reduce`, summed over the ranks, and
-cast to `master`. Modules named by `keep_fp32` compute in their master dtype.
+cast to `master`. Modules named by `keep_fp32` compute in their master dtype. Modules within a model
+may have a Precision of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -68,16 +69,41 @@ class Precision:
         if self.keep_fp32 is not None:
             check_rule("Precision(keep_fp32)", self.keep_fp32)
 
-    def kept(self, model: nn.Module) -> tuple[list[nn.Module], set[nn.Module]]:
-        """The outermost modules that keep their dtype, and these with all modules inside them."""
-        found: list[nn.Module] = []
-        within: set[nn.Module] = set()
-        rule = self.keep_fp32
-        for module in model.modules():  # outer modules first
-            if rule is not None and module not in within and matches(module, rule):
-                found.append(module)
-                within.update(module.modules())
-        return found, within
+
+Precisions = Mapping[nn.Module, Precision]  # each for its module and what lies within
+
+
+def of_modules(model: nn.Module, given: Precisions) -> dict[nn.Module, Precision]:
+    """Each module's: that of the innermost one around it in `given`."""
+    at: dict[str, Precision] = {}
+    of: dict[nn.Module, Precision] = {}
+    for name, module in model.named_modules():  # outer modules first
+        around = at.get(name.rpartition(".")[0]) or Precision()
+        at[name] = of[module] = given.get(module, around)
+    return of
+
+
+def check_precisions(model: nn.Module, given: Precisions) -> None:
+    """Raise UsageError unless it gives modules of the model a Precision each."""
+    modules = {*model.modules()}
+    for at, precision in given.items():
+        if at not in modules or not isinstance(precision, Precision):
+            raise UsageError(
+                f"shard(precision={{{type(at).__name__}: {precision!r}}}): allowed in a dict: "
+                "modules of the model, and a Precision for each"
+            )
+
+
+def kept(of: Mapping[nn.Module, Precision]) -> tuple[list[nn.Module], set[nn.Module]]:
+    """The outermost modules that keep their dtype, and these with all modules inside them."""
+    found: list[nn.Module] = []
+    within: set[nn.Module] = set()
+    for module, precision in of.items():
+        rule = precision.keep_fp32
+        if rule is not None and module not in within and matches(module, rule):
+            found.append(module)
+            within.update(module.modules())
+    return found, within
 
 
 class Dtypes(NamedTuple):

@@ -16,16 +16,19 @@ from torch import jit, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ringdp.errors import UsageError
 from ringdp.kernels.precision import FLOATS, wide_dtype
 from ringdp.parallel.precision import (
     Dtypes,
     ModuleRule,
-    Precision,
+    Precisions,
     check_rule,
     dtypes,
+    kept,
     matches,
+    of_modules,
 )
 
 # These are never called, so their hooks would not run. MultiheadAttention has one of the last kind
@@ -57,7 +60,7 @@ def find_units(
     rule: UnitRule,
     *,
     persist_below: int = 0,
-    precision: Precision | None = None,
+    precisions: Precisions | None = None,
 ) -> tuple[list[UnitSpec], set[nn.Module]]:
     """The root's units, then the others in order of registration; only the root may be empty. And
     the model and the modules chosen as units, even if the root has all of their parameters; without
@@ -68,14 +71,14 @@ def find_units(
     or Sequential is a unit, the outermost where they nest. Raises UsageError if there is no
     parameter, except with a set; unless all are floating-point, in memory of their own, and on one
     device (or on meta); for a module that takes no hooks, whose forward changes its weights, or
-    that reduces gradients; or if gradients cannot be cast as `precision` says.
+    that reduces gradients; or if gradients cannot be cast as `precisions` say.
     """
     if not isinstance(rule, set) and next(model.parameters(), None) is None:
         raise UsageError("the model has no parameter")
     _check_modules(model)
     _check_parameters(model)
-    precision = precision or Precision()
-    _, kept = precision.kept(model)
+    precision_of = of_modules(model, precisions or {})
+    _, keeps = kept(precision_of)
     chosen = _chosen(model, rule) | {model}
     unit_at: dict[str, nn.Module] = {}
     owners: dict[nn.Parameter, set[nn.Module]] = {}
@@ -84,11 +87,12 @@ def find_units(
         unit_at[name] = module if module in chosen else unit_at[name.rpartition(".")[0]]
         for p in module.parameters(recurse=False):
             owners.setdefault(p, set()).add(unit_at[name])
-            here = dtypes(p.dtype, kept=module in kept, precision=precision)
+            here = dtypes(p.dtype, kept=module in keeps, precision=precision_of[module])
             if of.setdefault(p, here) != here:
                 raise UsageError(
                     f"a parameter of {name or 'the model'} is tied to one that is to compute in "
-                    "another dtype; let keep_fp32 name both of their modules, or none"
+                    "another dtype; allowed: one precision for both of their modules, of which "
+                    "keep_fp32 names both or none"
                 )
     owned: dict[nn.Module, dict[tuple[Dtypes, bool], list[tuple[str, nn.Parameter]]]] = {model: {}}
     for name, p in model.named_parameters():
@@ -198,6 +202,11 @@ def _check_parameters(model: nn.Module) -> None:
     placed = [(name, p.device) for name, p in model.named_parameters() if not p.is_meta]
     lies: dict[int, str] = {}  # address -> name
     for name, p in model.named_parameters():
+        if is_traceable_wrapper_subclass(p):
+            raise UsageError(
+                f"parameter {name} is a {type(p.data).__name__}, which stands for other tensors (a "
+                "part of one, quantized ones); parameters must be plain tensors"
+            )
         if p.dtype not in FLOATS:
             raise UsageError(
                 f"parameter {name} is {p.dtype}; parameters must be floats of 16, 32 or 64 bits"

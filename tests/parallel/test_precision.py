@@ -107,6 +107,43 @@ def test_modules_inside_a_float32_module_stay_in_float32(comm: Communicator, sta
     engine.close()
 
 
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_modules_may_have_a_precision_of_their_own(comm: Communicator, stage: int) -> None:
+    model, twin, seen = nn.Sequential(net(), net()), nn.Sequential(net(), net()), []
+    inner = Precision(BF16, FLOAT, output=DOUBLE)
+    precision = {model: Precision(DOUBLE, output=FLOAT), model[0][1]: inner, model[1]: Precision()}
+    engine = ringdp.shard(model, stage=stage, unit=nn.Linear, precision=precision, comm=comm)
+    for m in (*model[0], *model[1]):
+        m.register_forward_pre_hook(lambda m, i: seen.extend((i[0].dtype, m.weight.dtype)))
+        m.register_forward_hook(lambda m, i, o: seen.append(o.dtype))
+    model[0].register_forward_hook(lambda m, i, o: o.float())
+    out = model(batch(0))
+    assert seen == [*3 * [DOUBLE], BF16, BF16, DOUBLE, *3 * [DOUBLE], *9 * [FLOAT]]
+    out.square().mean().backward()
+    x = twin[0].double()[0](batch(0).double())
+    x = twin[0][2](twin[0][1].to(BF16)(x.to(BF16)).double()).float()
+    twin[1](x).square().mean().backward()
+    for unit in engine.units[1:] if stage else ():
+        for p, of in zip(unit.parameters, unit.plan.entries, strict=True):
+            begin, end = unit.plan.parts(of).get(comm.rank, (0, 0))
+            whole = twin.get_parameter(of.name).grad.float().flatten()
+            assert p.dtype == FLOAT
+            assert torch.equal(p.grad, whole[begin:end])
+    engine.close()
+
+
+@on_ranks(1)
+def test_precisions_of_what_is_no_module_of_the_model_are_refused(comm: Communicator) -> None:
+    model = net()
+    for wrong in ({nn.ReLU(): Precision(BF16)}, {model[0]: BF16}, {"0": Precision(BF16)}):
+        with pytest.raises(ringdp.UsageError, match="allowed in a dict: modules of the model, and"):
+            ringdp.shard(model, stage=3, precision=wrong, comm=comm)  # type: ignore[arg-type]
+    model[2].weight = model[0].weight
+    with pytest.raises(ringdp.UsageError, match=r"of 2 is tied .* one precision for both"):
+        ringdp.shard(model, stage=3, precision={model[0]: Precision(BF16)}, comm=comm)
+
+
 @pytest.mark.parametrize("persist_below", [0, 999])
 @on_ranks(1)
 def test_inputs_of_blocks_whose_parameters_are_the_roots_are_cast(

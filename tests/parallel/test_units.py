@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
 
 import ringdp
 from ringdp.parallel.units import find_units
@@ -110,8 +111,8 @@ def test_a_unit_registered_twice_is_one():
 def test_frozen_parameters_have_no_gradients_to_be_cast():
     model, casts = nn.Sequential(linear().half()), ringdp.Precision(torch.float64, torch.float32)
     with pytest.raises(ringdp.UsageError, match="would round twice"):
-        find_units(model, None, precision=casts)
-    assert len(find_units(model.requires_grad_(False), None, precision=casts)) == 2
+        find_units(model, None, precisions={model: casts})
+    assert len(find_units(model.requires_grad_(False), None, precisions={model: casts})) == 2
 
 
 @pytest.mark.parametrize(
@@ -136,6 +137,11 @@ def test_frozen_parameters_have_no_gradients_to_be_cast():
             Model(p=nn.ParameterList(2 * [torch.ones(3)])),
             None,
             "p.0 and p.1 are two parameters in the same memory",
+        ),
+        (
+            Model(p=nn.ParameterList([TwoTensor(torch.ones(3), torch.ones(3))])),
+            None,
+            "p.0 is a TwoTensor, which stands for other tensors",
         ),
         (
             nn.Sequential(linear(), torch.jit.ScriptModule()),

@@ -128,7 +128,7 @@ def read(given: str, precision: Precision) -> Model:
 
 def of_module(name: str, module: nn.Module, precision: Precision) -> Model:
     """A module's units, as `ringdp.shard` makes them if no unit is given."""
-    found, _ = find_units(module, None, precision=precision)
+    found, _ = find_units(module, None, precisions={module: precision})
     parts, groups = [], dict[nn.Module, list[int]]()
     for index, unit in enumerate(found):
         sizes = tuple((n, p.numel()) for n, p in unit.parameters)

@@ -1,9 +1,9 @@
 """`fully_shard` with torch's arguments: called on blocks first, then on the model.
 
 A call on a module makes the modules inside it that were sharded before its units: it gathers them,
-once, and shards everything anew. One engine has one precision and offload, so calls that ask for
-different ones are an error. The modules of one call are units of one engine, whose model is a list
-of them that nobody calls.
+once, and shards everything anew. One engine has one offload, so calls that ask for different ones
+are an error. The modules of one call are units of one engine, whose model is a list of them that
+nobody calls.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from ringdp.parallel.precision import Precision
 from ringdp.parallel.refuse import checked_module, refuse
 from ringdp.parallel.replicas import gather_json
 from ringdp.parallel.units import lacks_forward
-from ringdp.parallel.values.inputs import cast_around
 
 Given = TypeVar("Given", bound=nn.Module | Sequence[nn.Module])
 # Engines that calls have closed, and not the user. A call that has failed since may be repeated.
@@ -57,12 +56,12 @@ def fully_shard(
     reshard_after_forward: False keeps the module's parameters from its forward to its backward, as
     stage 3 always does with the root's. If all calls have False (the model's may have None), that
     is stage 2: they are kept at all times. A number of ranks, the same in all calls that have one,
-    is a reshard_size of `shard`. mp_policy, offload_policy: such as torch's
-    (CPUOffloadPolicy offloads parameters and optimizer), the same for blocks and model, but for
-    output_dtype. Without reduce_dtype gradients are reduced in the parameters' dtype, as in torch
-    from 2.15 on. mesh: of one dimension, or of two, replicas and shards; comm: an alternative. A
-    model on the CPU moves to the current GPU if the mesh or group is of GPUs. init: as for `shard`;
-    meta parameters are materialized by this call, not by to_empty() after it.
+    is a reshard_size of `shard`. mp_policy: such as torch's; without reduce_dtype gradients are
+    reduced in the parameters' dtype, as in torch from 2.15 on. offload_policy: such as torch's
+    (CPUOffloadPolicy offloads parameters and optimizer), the same for blocks and model. mesh: of
+    one dimension, or of two, replicas and shards; comm: an alternative. A model on the CPU moves to
+    the current GPU if the mesh or group is of GPUs. init: as for `shard`; meta parameters are
+    materialized by this call, not by to_empty() after it.
     Between steps a parameter is a flat slice, not a DTensor; state_dict() has whole tensors. Both
     have full_tensor().
     Raises UsageError for what is not implemented.
@@ -90,11 +89,9 @@ def fully_shard(
     if kind not in ("NoneType", "OffloadPolicy", "CPUOffloadPolicy"):
         raise UsageError(f"fully_shard: offload_policy is a {kind}; allowed: torch's two")
     pins = getattr(offload_policy, "pin_memory", True)
-    policy = _precision(mp_policy)
     asked = Options(
         modules,
-        replace(policy, output=None),
-        policy.output,
+        _precision(mp_policy),
         repr(offload_policy) if kind == "CPUOffloadPolicy" else None,
         True if reshard_after_forward is None else reshard_after_forward,
     )
@@ -103,7 +100,8 @@ def fully_shard(
     within = {n: m for n, m in named if isinstance(m, FSDPModule) and m not in modules}
     live = {n: m for n, m in within.items() if not m.engine.closed or m.engine in _TAKEN_IN}
     stage = _stage(live, asked, reshard_after_forward)
-    reshard_size = _reshard_size([asked, *(m._ringdp_asked for m in live.values())])
+    asked_of = {m: m._ringdp_asked for m in live.values()} | dict.fromkeys(modules, asked)
+    reshard_size = _reshard_size(asked_of.values())
     inner: list[Any] = [*within.values()]
     group, shard_size, gpu = with_replicas(comm, mesh)
     ranks = take_in(live.values(), whole, group, shard_size, gpu)
@@ -113,7 +111,7 @@ def fully_shard(
         whole,
         stage=stage,
         unit={*inner, *modules},
-        precision=_reduced(asked.mp_policy, whole),
+        precision={m: _reduced(of.mp_policy, m) for m, of in asked_of.items()},
         offload=Offload(stage == 3, optimizer=True, pin=pins) if asked.offload_policy else None,
         comm=ranks,
         shard_size=shard_size,
@@ -127,11 +125,6 @@ def fully_shard(
         type(m)._ringdp_asked = asked
     for m in (*modules, *inner):
         m.engine = engine
-    for m in (*modules, *live.values()):
-        casts = policy.cast_inputs and next(m.parameters(), None) is None  # else the engine does
-        inputs = policy.param if casts else None
-        output = m._ringdp_asked.output_dtype
-        cast_around(m, inputs, output, engine.computes, engine.add_hook)
     for m in (*modules, *inner):
         heed(m)
     return module
@@ -157,13 +150,12 @@ def _stage(inner: dict[str, FSDPModule], asked: Options, reshard: int | None) ->
     inside, by name, asked for something else."""
     before = {name: m._ringdp_asked for name, m in inner.items()}
     for name, other in before.items():
-        for argument in ("mp_policy", "offload_policy"):
-            here, there = getattr(asked, argument), getattr(other, argument)
-            if here != there:
-                raise UsageError(
-                    f"fully_shard: {argument} of module {name!r} was {there!r}, and is {here!r} of "
-                    "the model, or of another module within; allowed: the same in every call"
-                )
+        here, there = asked.offload_policy, other.offload_policy
+        if here != there:
+            raise UsageError(
+                f"fully_shard: offload_policy of module {name!r} was {there!r}, and is {here!r} of "
+                "the model, or of another module within; allowed: the same in every call"
+            )
     own = reshard if before else asked.reshard_after_forward
     return 3 if own or any(other.reshard_after_forward for other in before.values()) else 2
 

@@ -13,7 +13,7 @@ from ringdp.comm import Communicator
 from ringdp.errors import UsageError
 from ringdp.parallel.mesh import with_replicas
 from ringdp.parallel.meta import Init
-from ringdp.parallel.precision import Precision
+from ringdp.parallel.precision import Precision, kept, of_modules
 from ringdp.parallel.refuse import refuse
 
 STAGES = {  # of each ShardingStrategy
@@ -161,11 +161,12 @@ def cast_buffers(
 ) -> dict[str, torch.dtype]:
     """Cast floating-point buffers, except in modules that compute in float32. Returns the former
     dtypes of those that changed, by name."""
-    kept = {b for m in precision.kept(module)[0] for b in m.buffers()}
+    keeps, _ = kept(of_modules(module, {module: precision}))
+    others = {b for m in keeps for b in m.buffers()}
     changed = {
         name: b
         for name, b in module.named_buffers(remove_duplicate=False)
-        if dtype not in (None, b.dtype) and b.is_floating_point() and b not in kept
+        if dtype not in (None, b.dtype) and b.is_floating_point() and b not in others
     }
     before = {name: b.dtype for name, b in changed.items()}
     for b in changed.values():

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
-import torch
 from torch import Tensor, nn
 
 from ringdp.errors import UsageError
@@ -32,7 +31,6 @@ class Options(NamedTuple):
 
     modules: Sequence[Any]
     mp_policy: Precision
-    output_dtype: torch.dtype | None
     offload_policy: str | None
     reshard_after_forward: bool | int
     gradient_divide_factor: float | None = None  # None: the number of ranks
@@ -69,6 +67,14 @@ class FSDPModule:
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """No effect: here every backward waits for its reductions, with the same sums."""
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """No effect: what stage 3 frees it frees after each backward, and gathers again."""
+
+    def set_post_optim_event(self, event: object) -> None:
+        """No effect: gathers wait for all that the current stream has been given."""
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """No effect: every backward's sums go over replicas, too. Those of several backwards are

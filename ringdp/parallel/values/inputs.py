@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ringdp.errors import UsageError
 from ringdp.parallel.guards.copies import AddHook
-from ringdp.parallel.precision import Precision
+from ringdp.parallel.precision import Precisions, kept, of_modules
 from ringdp.parallel.units import lacks_forward
 from ringdp.parallel.values.tensor_tree import map_tensors
 
@@ -43,28 +43,30 @@ def called(model: nn.Module) -> list[nn.Module]:
 def cast_at(
     model: nn.Module,
     chosen: Iterable[nn.Module],
-    precision: Precision,
+    given: Precisions,
     active: Callable[[], bool],
     add_hook: AddHook,
 ) -> None:
     """Cast inputs and outputs while `active`. `chosen`: as units, the model among them."""
-    kept, within = precision.kept(model)
-    if precision.cast_inputs:
-        for module in called(model) if precision.cast_inputs == "model" else chosen:
-            if module not in within:
-                cast_around(module, precision.param, None, active, add_hook)
-    for module in kept:
+    of = of_modules(model, given)
+    keeps, within = kept(of)
+    where = {False: (), "model": called(model), True: {*chosen, *given}}
+    for module, precision in of.items():
+        if module not in within and module in where[precision.cast_inputs]:
+            _cast_around(module, precision.param, None, active, add_hook)
+    for module in keeps:
         if (first := next(module.parameters(), None)) is not None:
-            cast_around(module, first.dtype, precision.param, active, add_hook)
-    for module in called(model):
-        cast_around(module, None, precision.output, active, add_hook)
-    for name, module in model.named_modules() if precision.param is not None else ():
+            _cast_around(module, first.dtype, of[module].param, active, add_hook)
+    for at, precision in given.items():
+        for module in called(at):
+            _cast_around(module, None, precision.output, active, add_hook)
+    for name, module in model.named_modules():
         is_torchs = type(module).forward is _BatchNorm.forward  # another may cast what it uses
-        if is_torchs and module not in within:
+        if is_torchs and of[module].param is not None and module not in within:
             add_hook(module.register_forward_pre_hook, partial(_check_batch_norm, name))
 
 
-def cast_around(
+def _cast_around(
     module: nn.Module,
     inputs: torch.dtype | None,
     output: torch.dtype | None,
@@ -87,7 +89,8 @@ def _check_batch_norm(name: str, norm: Any, _: object) -> None:
     if weight is not None and mean is not None and weight.dtype != mean.dtype:
         raise UsageError(
             f"batch norm {name} computes in {weight.dtype}, and its buffers are {mean.dtype}: cast "
-            "its running mean and variance, or name it in keep_fp32 of ringdp.shard's Precision"
+            "its running mean and variance, name it in keep_fp32 of ringdp.shard's Precision, or "
+            "fully_shard it by itself, without a param_dtype"
         )
 
 

@@ -57,6 +57,7 @@ def accumulate(comm: Communicator, shards: Any) -> list[float]:
     losses = []
     for step in range(4):
         model.set_is_last_backward(step % 2 == 1)
+        model.set_reshard_after_backward(step % 2 == 1)
         model.set_requires_gradient_sync(step % 2 == 1)
         model[step % 3].set_requires_gradient_sync(True)
         model.set_requires_all_reduce(step % 2 == 1)

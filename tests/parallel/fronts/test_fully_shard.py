@@ -60,8 +60,6 @@ def test_options_of_several_calls_are_combined_or_refused(comm: Communicator) ->
     pageable = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
     assert shard(pageable, pageable, pageable).ledger.offload == Offload(True, True, pin=False)
     for first, second, whole, message in (
-        (low, low, {}, "mp_policy of module '1' was .*bfloat16.* and is .*None"),
-        ({}, low, {}, "mp_policy of module '2'"),
         (
             offloads,
             {},
@@ -102,6 +100,41 @@ def output_dtypes(shards: Any) -> list[torch.dtype]:
 @on_ranks(2)
 def test_each_module_casts_its_outputs_as_with_torchs(comm: Communicator) -> None:
     ours, torchs = ours_and_torchs(comm, output_dtypes)
+    assert ours == torchs
+
+
+def mixed(shards: Any) -> list[object]:
+    """With an mp_policy for each block: dtypes within, losses, and gradients' norms."""
+    model, found = net(), list[object]()
+    shards(model[0], mp_policy=MixedPrecisionPolicy(BF16, torch.float32, torch.float32))
+    shards(model[1])
+    shards(model[2], mp_policy=MixedPrecisionPolicy(torch.float64))
+    shards(model, mp_policy=MixedPrecisionPolicy(BF16, cast_forward_inputs=False))
+    for block in model:
+        block.register_forward_pre_hook(
+            lambda m, i: found.extend((i[0].dtype, next(m.parameters()).dtype))
+        )
+        block.register_forward_hook(lambda m, i, o: found.append(o.dtype))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for seed in range(3):
+        out = model(batch(seed))
+        out.square().mean().backward()
+        found.append(out.sum().item())
+        optimizer.step()
+        optimizer.zero_grad()
+    if hasattr(model, "engine"):
+        assert [u.dtypes.reduce for u in model.engine.units[1:]] == [
+            torch.float32,
+            torch.float32,
+            torch.float32,
+        ]
+        model.engine.close()
+    return found
+
+
+@on_ranks(2)
+def test_each_module_has_its_mp_policy_as_with_torchs(comm: Communicator) -> None:
+    ours, torchs = ours_and_torchs(comm, mixed)
     assert ours == torchs
 
 
@@ -175,8 +208,6 @@ def test_a_call_is_repeated_with_what_was_asked_of_blocks(comm: Communicator) ->
     with pytest.raises(UsageError, match=r"number is torch\.complex64"):
         fronts.fully_shard(model, comm=comm, mp_policy=policy)
     del model.number
-    with pytest.raises(UsageError, match="mp_policy of module '2' was"):
-        fronts.fully_shard(model, comm=comm)
     fronts.fully_shard(model, comm=comm, mp_policy=policy)
     assert model(batch()).dtype == torch.float64
     model.engine.close()

@@ -179,7 +179,7 @@ def test_methods_of_torchs_fsdp_module_work_or_are_refused(comm: Communicator) -
     assert isinstance(model, FSDPModule)
     public = {name for name in vars(FSDPModule) if not name.startswith("_")}
     absent = public - {*vars(fsdp_module.FSDPModule)}
-    assert "set_reshard_after_backward" in absent
+    assert "set_unshard_in_backward" in absent
     for name in absent:
         method = getattr(model, name)
         given = [1 for p in signature(method).parameters.values() if p.default is p.empty]
