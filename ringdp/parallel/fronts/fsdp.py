@@ -6,8 +6,8 @@ Modules inside it that were wrapped before become its units, as with `fully_shar
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Self
 
 import torch
@@ -34,6 +34,7 @@ from ringdp.parallel.fronts.fsdp_optim import by_name, by_number, names_of
 from ringdp.parallel.fronts.fsdp_state import save_as_unwrapped
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.optimizer.clip import clip_grad_norm_
+from ringdp.parallel.precision import Precision
 from ringdp.parallel.refuse import MissingAttribute, check_whole, checked_module, refuse
 
 WHOLE_STATE = "ringdp.save and ringdp.load, or state_dict() and optim_state_dict(), which are whole"
@@ -123,13 +124,14 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
         offloads = cpu_offload is not None and field("cpu_offload", cpu_offload, "offload_params")
         precision = precision_of(mixed_precision, wraps=auto_wrap_policy is not None)
         offload = Offload(parameters=stage == 3, optimizer=True) if offloads else None
-        self._asked = (name, precision, offload)
+        self._asked, self._precision = (name, offload), precision or Precision()
         inner = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
         if any(auto_wrap_policy or m._asked != self._asked for m in inner):
             raise UsageError(
                 "FullyShardedDataParallel: modules within are wrapped already; allowed around them:"
-                " the same sharding_strategy, cpu_offload and mixed_precision, no auto_wrap_policy"
+                " the same sharding_strategy and cpu_offload, no auto_wrap_policy"
             )
+        precisions = {m.module: m._precision for m in inner} | {module: self._precision}
         units = {unit.module for m in inner for unit in m.engine.units}
         if auto_wrap_policy is not None:
             units = units_of(module, auto_wrap_policy)
@@ -142,14 +144,15 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
             module,
             stage=stage,
             unit=units,
-            precision=precision,
+            precision=precisions,
             offload=offload,
             init=init,
             comm=comm,
             shard_size=shard_size,
         )
         self.engine.always_gathers_state = True
-        dtypes = cast_buffers(module, mixed_precision.buffer_dtype, precision) if precision else {}
+        dtype = getattr(mixed_precision, "buffer_dtype", None)
+        dtypes = cast_buffers(module, dtype, self._precision, inner)
         for m in inner:
             m.engine = self.engine
         save_as_unwrapped(self, dtypes)
@@ -197,13 +200,16 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """A whole copy: torch's FULL_STATE_DICT, its default. See state_dict_type. Buffers have the
         dtypes that they had before buffer_dtype. Collective."""
+        others = {*kwargs.get("destination", ())}  # of modules beside this one
         with self.engine.full_parameters():
             state: dict[str, Any] = super().state_dict(*args, **kwargs)
         config, _ = self._state_configs
+        own = state.keys() - others
         if getattr(config, "rank0_only", False) and self.engine.comm.rank > 0:
-            state.clear()
-        if getattr(config, "offload_to_cpu", False):
-            state.update({k: v.cpu() for k, v in state.items() if isinstance(v, torch.Tensor)})
+            for name in own:
+                del state[name]
+        elif getattr(config, "offload_to_cpu", False):
+            state.update({n: x.cpu() for n in own if isinstance(x := state[n], torch.Tensor)})
         return state
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -235,25 +241,25 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
         state_dict_config: Any = None,
         optim_state_dict_config: Any = None,
     ) -> Any:
-        """Set torch's FULL_STATE_DICT configs for state_dict() and optim_state_dict(). Returns the
-        settings before, as get_state_dict_type."""
+        """Set torch's FULL_STATE_DICT configs for state_dict() and optim_state_dict(), of all that
+        are wrapped in the module. Returns the settings before, as get_state_dict_type."""
         before = FullyShardedDataParallel.get_state_dict_type(module)
         kind = getattr(state_dict_type, "name", state_dict_type)
         refuse("state_dict_type", state_dict_type=(kind, "FULL_STATE_DICT"))
-        wrapper = _wrapper("state_dict_type", module)
         _check_config("state_dict_config", state_dict_config, "FullStateDictConfig")
         _check_config(
             "optim_state_dict_config", optim_state_dict_config, "FullOptimStateDictConfig"
         )
-        wrapper._state_configs = state_dict_config, optim_state_dict_config
+        for wrapper in _wrappers("state_dict_type", module):
+            wrapper._state_configs = state_dict_config, optim_state_dict_config
         return before
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> Any:
-        """torch's StateDictSettings."""
+        """torch's StateDictSettings, of the first that is wrapped in the module."""
         from torch.distributed import fsdp  # who calls this has it
 
-        model, optimizer = _wrapper("state_dict_type", module)._state_configs
+        model, optimizer = _wrappers("state_dict_type", module)[0]._state_configs
         return fsdp.StateDictSettings(
             fsdp.StateDictType.FULL_STATE_DICT,
             model or fsdp.FullStateDictConfig(),
@@ -327,8 +333,9 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> AbstractContextManager[None]:
-        """Inside it parameters are whole. `writeback`: keep writes, which all ranks must make."""
-        wrapper = _wrapper("summon_full_params", module)
+        """Inside it parameters of all that are wrapped in the module are whole. `writeback`: keep
+        writes, which all ranks must make."""
+        wrappers = _wrappers("summon_full_params", module)
         refuse(
             "summon_full_params",
             recurse=(recurse, True),
@@ -336,13 +343,30 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
             offload_to_cpu=(offload_to_cpu, False),
             with_grads=(with_grads, False),
         )
-        return wrapper.engine.full_parameters(write=writeback)
+        return _whole([wrapper.engine for wrapper in wrappers], write=writeback)
+
+
+@contextmanager
+def _whole(engines: Sequence[Engine], *, write: bool) -> Iterator[None]:
+    with ExitStack() as stack:
+        for engine in engines:
+            stack.enter_context(engine.full_parameters(write=write))
+        yield
 
 
 def _wrapper(caller: str, module: nn.Module) -> FullyShardedDataParallel:
     if not isinstance(module, FullyShardedDataParallel):
         raise UsageError(f"{caller}: {type(module).__name__} is not wrapped")
     return module
+
+
+def _wrappers(caller: str, module: nn.Module) -> list[FullyShardedDataParallel]:
+    """The outermost in the module: one of each engine. Raises UsageError if there is none."""
+    found = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
+    of = {m.engine: m for m in reversed(found)}
+    if not of:
+        raise UsageError(f"{caller}: neither {type(module).__name__} nor a part of it is wrapped")
+    return [*reversed(of.values())]
 
 
 def _check_config(argument: str, given: object, allowed: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -157,12 +158,15 @@ def _on_meta(t: torch.Tensor) -> torch.Tensor:
 
 
 def cast_buffers(
-    module: nn.Module, dtype: torch.dtype | None, precision: Precision
+    module: nn.Module,
+    dtype: torch.dtype | None,
+    precision: Precision,
+    apart: Iterable[nn.Module] = (),
 ) -> dict[str, torch.dtype]:
-    """Cast floating-point buffers, except in modules that compute in float32. Returns the former
-    dtypes of those that changed, by name."""
+    """Cast floating-point buffers, except in modules `apart`, and in those that compute in float32.
+    Returns the former dtypes of those that changed, by name."""
     keeps, _ = kept(of_modules(module, {module: precision}))
-    others = {b for m in keeps for b in m.buffers()}
+    others = {b for m in (*keeps, *apart) for b in m.buffers()}
     changed = {
         name: b
         for name, b in module.named_buffers(remove_duplicate=False)

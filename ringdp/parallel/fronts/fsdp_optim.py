@@ -24,7 +24,7 @@ def names_of(model: nn.Module, optim: torch.optim.Optimizer) -> list[list[str]]:
 
 
 def by_name(names: list[list[str]], state: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state_dict with names in place of numbers."""
+    """An optimizer's state_dict, which may lack its groups, with names in place of numbers."""
     return _renamed(state, dict(enumerate(chain(*names))))
 
 
@@ -47,5 +47,8 @@ def by_number(names: list[list[str]], state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _renamed(state: dict[str, Any], to: dict[Any, Any]) -> dict[str, Any]:
-    groups = [g | {"params": [to[p] for p in g["params"]]} for g in state["param_groups"]]
-    return {"state": {to[p]: s for p, s in state["state"].items()}, "param_groups": groups}
+    renamed: dict[str, Any] = {"state": {to[p]: s for p, s in state["state"].items()}}
+    if "param_groups" in state:
+        groups = state["param_groups"]
+        renamed["param_groups"] = [g | {"params": [to[p] for p in g["params"]]} for g in groups]
+    return renamed

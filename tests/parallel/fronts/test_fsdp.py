@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
+    CPUOffload,
     FullStateDictConfig,
     MixedPrecision,
     ShardingStrategy,
@@ -74,7 +75,7 @@ def test_state_dicts_are_unsharded(comm: Communicator, strategy: str) -> None:
     ):
         set_type(model, StateDictType.FULL_STATE_DICT, one, one)
     with (
-        pytest.raises(UsageError, match="state_dict_type: Sequential is not wrapped"),
+        pytest.raises(UsageError, match="neither Sequential nor a part of it is wrapped"),
         FullyShardedDataParallel.state_dict_type(net(), StateDictType.FULL_STATE_DICT),
     ):
         pass
@@ -139,7 +140,7 @@ def test_modules_can_be_wrapped_by_hand(comm: Communicator) -> None:
     for options in (
         {"auto_wrap_policy": linear},
         {"sharding_strategy": "SHARD_GRAD_OP"},
-        {"mixed_precision": MixedPrecision(BF16)},
+        {"cpu_offload": CPUOffload(offload_params=True)},
     ):
         model = net()
         model[1] = wrap(model[1])
@@ -151,6 +152,42 @@ def test_modules_can_be_wrapped_by_hand(comm: Communicator) -> None:
         model[1] = FullyShardedDataParallel(model[1], alone)
         with pytest.raises(UsageError, match="modules within were sharded over 1 ranks"):
             wrap(model)
+
+
+@on_ranks(2)
+def test_modules_within_may_have_another_mixed_precision(comm: Communicator) -> None:
+    model, seen = nn.Sequential(*net(), nn.BatchNorm1d(6)), list[torch.dtype]()
+    low = MixedPrecision(BF16, torch.float32, BF16)
+    model[2] = FullyShardedDataParallel(model[2], comm)
+    wide = MixedPrecision(torch.float64, buffer_dtype=torch.float64, cast_forward_inputs=True)
+    model[3] = FullyShardedDataParallel(model[3], comm, mixed_precision=wide)
+    whole = FullyShardedDataParallel(model, comm, mixed_precision=low)
+    for block in (model[0], model[2].module, model[3].module):
+        block.register_forward_pre_hook(
+            lambda m, i: seen.extend((i[0].dtype, next(m.parameters()).dtype))
+        )
+    model[1].register_forward_hook(lambda m, i, out: out.float())
+    whole(torch.ones(4, 6)).sum().backward()
+    assert seen == [BF16, BF16, torch.float32, torch.float32, torch.float64, torch.float64]
+    state = whole.state_dict()
+    assert {state[f"3.{name}"].dtype for name in ("weight", "running_var")} == {torch.float32}
+    whole.engine.close()
+
+
+@on_ranks(2)
+def test_state_of_a_module_with_wrapped_ones_in_it_is_whole(comm: Communicator) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), *(FullyShardedDataParallel(net(), comm) for _ in "ab"))
+    one = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, one):
+        found = model.state_dict()
+    assert len(found) == (14 if comm.rank == 0 else 2)
+    assert len(model.state_dict()) == 14
+    with FullyShardedDataParallel.summon_full_params(model), torch.no_grad():
+        for p in model.parameters():
+            p.fill_(3.0)
+    assert all(bool((x == 3.0).all()) for x in model.state_dict().values())
+    for wrapped in (model[1], model[2]):
+        wrapped.engine.close()
 
 
 class Buffered(nn.Module):

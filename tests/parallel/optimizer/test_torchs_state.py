@@ -119,6 +119,8 @@ def test_fsdps_optim_state_dict_has_parameter_names(comm: Communicator, wrapped:
     assert sorted(whole["state"]) == sorted(NAMES)
     torch.testing.assert_close({numbers[n]: s for n, s in whole["state"].items()}, plain["state"])
     assert [n for g in whole["param_groups"] for n in g["params"]] == NAMES
+    alone = front.optim_state_dict(model, optimizer, {"state": optimizer.state_dict()["state"]})
+    assert [*alone] == ["state"]
     one = FullOptimStateDictConfig(rank0_only=True)
     with front.state_dict_type(model, StateDictType.FULL_STATE_DICT, None, one):
         again = front.optim_state_dict(model, optimizer, optimizer.state_dict())
