@@ -168,7 +168,7 @@ class Group:
 
     def is_completed(self) -> bool:
         """Return whether `wait` would return or raise at once."""
-        return self.exception() is not None or all(w.is_completed() for w in self.works)
+        return all(w.is_completed() for w in self.works)
 
     def exception(self) -> CommunicationError | None:
         """Return the error of the first call that failed, or None."""

@@ -163,6 +163,13 @@ def test_the_works_of_a_group_share_its_timeout():
     assert given == [0, 0]  # not less, though time has passed
 
 
+def test_a_group_is_not_completed_while_its_first_work_runs():
+    """The communicator fails between the looks at two works: `wait` begins with the first."""
+    runs: Any = SimpleNamespace(is_completed=lambda: False, exception=lambda: None)
+    failed: Any = SimpleNamespace(is_completed=lambda: True, exception=ringdp.PeerLost)
+    assert not Group([runs, failed]).is_completed()
+
+
 @on_ranks(2)
 def test_a_group_waits_once_at_its_end(comm: Communicator) -> None:
     """Nothing in the block waits: rank 0's calls complete only after rank 1 has seen them begin."""

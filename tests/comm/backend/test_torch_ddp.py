@@ -168,6 +168,7 @@ def test_a_span_of_the_profiler_has_ended_when_its_work_has_failed(
     seen = all_of([work], late) if coalesced else work
     assert not seen.is_completed()
     assert not span.has_ended
+    part.is_completed.return_value = True
     part.exception.return_value = part.wait.side_effect = PeerLost("rank 1 has ended")
     assert look(seen)
     assert span.has_ended
