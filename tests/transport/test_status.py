@@ -121,7 +121,14 @@ def test_the_time_in_a_call_counts_from_its_start(store_client):
     begin(board, CALLED[0])
     time.sleep(0.02)
     begin(board, CALLED[1])  # waits behind it
+    board.waits(2, 0)
     assert 0.02 <= board.state().record.seconds <= time.monotonic() - before
+    time.sleep(0.02)
+    before = time.monotonic()
+    board.end(0)
+    record, _, _ = board.state()
+    assert record.seconds <= time.monotonic() - before
+    assert (record.round, record.waits_for) == (-1, -1)  # of the ended call, not of the next one
 
 
 def test_a_call_is_in_progress_although_a_later_one_has_ended(store_client):

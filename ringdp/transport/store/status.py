@@ -195,7 +195,7 @@ def _collect(
     while True:
         last = time.monotonic() > until  # before the look: this rank may itself have been stopped
         for rank, text in store.ask(partial(_texts, pids.keys() - found.keys())).items():
-            if text and (state := read(text, asked, pids[rank], len(pids))):
+            if state := read(text, asked, pids[rank], len(pids)):
                 found[rank] = state
         if not pids.keys() - found.keys() - {lost} or last:
             break
