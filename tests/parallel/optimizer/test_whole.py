@@ -179,6 +179,22 @@ def test_objects_that_only_the_owner_has_are_not_saved(comm: Communicator, tmp_p
 
 
 @on_ranks(2)
+def test_state_outlasts_a_step_without_a_gradient(comm: Communicator) -> None:
+    twin, engine = model(), ringdp.shard(model(), stage=3, comm=comm)
+    exact, optimizer = (Centred(m.parameters()) for m in (twin, engine.model))
+    for seed in range(3):
+        for m, stepper in ((twin, exact), (engine.model, optimizer)):
+            m.zero_grad()
+            m(batch(seed)[:, :1]).square().mean().backward()
+            if seed == 1:
+                m[2].zero_grad()
+            stepper.step()
+    assert equal(whole_parameters(engine), twin.parameters())
+    assert_state(state_of(engine, optimizer), exact.state_dict())
+    engine.close()
+
+
+@on_ranks(2)
 def test_a_step_that_raised_leaves_slices(comm: Communicator, tmp_path: Path) -> None:
     twin, engine = model(), ringdp.shard(model(), stage=3, comm=comm)
     exact, optimizer = (Centred(m.parameters()) for m in (twin, engine.model))
