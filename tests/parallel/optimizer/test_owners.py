@@ -22,14 +22,15 @@ from ringdp.parallel.layout import layout
 from ringdp.parallel.optimizer import whole
 from ringdp.parallel.optimizer.owners import places
 from tests.equal import equal
-from tests.parallel.small import net, step, whole_parameters
+from tests.parallel.small import WIDTH, net, step, whole_parameters
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
 
 
 class Preconditioned(torch.optim.Optimizer):
-    """As SOAP and Kron it keeps matrices in lists; and one value per element in a dict."""
+    """As SOAP and Kron it keeps matrices in lists; and one value per element in a dict. It gives
+    parameters other memory."""
 
     needs_whole_parameters = True
 
@@ -53,7 +54,7 @@ class Preconditioned(torch.optim.Optimizer):
                     unfolded = p.grad.movedim(at, 0).flatten(1) if p.dim() > 1 else p.grad[:, None]
                     side.lerp_(unfolded @ unfolded.T, 0.5)
                     out = torch.tensordot(side, out, dims=([1], [at])).movedim(0, at)
-                p.sub_(out, alpha=group["lr"])
+                p.data = p.data.sub(out, alpha=group["lr"])
 
 
 class ByElement(torch.optim.Optimizer):
@@ -174,6 +175,34 @@ class Idle(torch.optim.Optimizer):
         pass
 
 
+@on_ranks(1)
+def test_a_single_rank_may_have_no_state(comm: Communicator) -> None:
+    engine = ringdp.shard(net(), stage=3, comm=comm)
+    optimizer = Idle(engine.model.parameters(), {})
+    step(engine.model, optimizer, 0)
+    assert not optimizer.state
+    engine.close()
+
+
+@on_ranks(2)
+def test_a_model_is_sharded_again_in_other_units(comm: Communicator) -> None:
+    """Its parameters lie on other ranks, and some have other owners."""
+    torch.manual_seed(0)
+    twin = nn.Sequential(nn.Sequential(nn.Linear(WIDTH, 256), nn.Tanh(), nn.Linear(256, 2)))
+    model = copy.deepcopy(twin)
+    exact, optimizer = (Preconditioned(m.parameters()) for m in (twin, model))
+    step(twin, exact, 0, 1)
+    for seed, unit in enumerate((nn.Linear, nn.Sequential)):
+        engine = ringdp.shard(model, stage=3, unit=unit, comm=comm)
+        step(engine.model, optimizer, seed)
+        with engine.full_parameters():
+            state = copy.deepcopy(optimizer.state_dict())
+            engine.close()
+        optimizer.load_state_dict(state)
+    assert equal(model.parameters(), twin.parameters())
+    assert_state(optimizer.state_dict(), exact.state_dict())
+
+
 def peak(act: Callable[[], object]) -> int:
     """Bytes that `act` held of torch's memory at most."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
@@ -202,20 +231,33 @@ def test_a_step_holds_what_a_rank_owns_and_one_piece(comm: Communicator, monkeyp
     engine.close()
 
 
+def units_of(sizes: Any, ranks: int) -> list[Any]:
+    return [
+        SimpleNamespace(plan=plan, parameters=ps, cut=SimpleNamespace(shapes=[p.shape for p in ps]))
+        for plan in layout(sizes, ranks)
+        for ps in [[nn.Parameter(torch.empty(e.elements)) for e in plan.entries]]
+    ]
+
+
 def test_owners_step_about_as_many_elements() -> None:
     """Of 12 layers whose matrices lie on one to three of eight ranks."""
     sizes = [
         (f"{i}", [("qkv", 3 * 4096), ("out", 4096), ("up", 16384), ("down", 16384)])
         for i in range(12)
     ]
-    units = [
-        SimpleNamespace(plan=plan, parameters=ps, cut=SimpleNamespace(shapes=[p.shape for p in ps]))
-        for plan in layout(sizes, 8)
-        for ps in [[nn.Parameter(torch.empty(e.elements)) for e in plan.entries]]
-    ]
+    units = units_of(sizes, 8)
     optimizer = Preconditioned(p for unit in units for p in unit.parameters)
     load = Counter[int]()
     for place in places(optimizer, units, 0):
         assert place.owner in place.parts
         load[place.owner] += place.shape.numel()
     assert max(load.values()) <= 1.25 * sum(load.values()) / 8
+
+
+def test_an_added_parameter_goes_to_the_rank_that_steps_less() -> None:
+    units = units_of([("first", [("a", 4096)]), ("second", [("b", 4096)])], 2)
+    optimizer = Preconditioned(units[0].parameters)
+    (first,) = places(optimizer, units, 0)
+    optimizer.add_param_group({"params": units[1].parameters})
+    again, added = places(optimizer, units, 0)
+    assert (again.owner, added.owner) == (first.owner, 1 - first.owner)
