@@ -250,7 +250,7 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
         _check_config(
             "optim_state_dict_config", optim_state_dict_config, "FullOptimStateDictConfig"
         )
-        for wrapper in _wrappers("state_dict_type", module):
+        for wrapper in _outermost(module):
             wrapper._state_configs = state_dict_config, optim_state_dict_config
         return before
 
@@ -259,7 +259,10 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
         """torch's StateDictSettings, of the first that is wrapped in the module."""
         from torch.distributed import fsdp  # who calls this has it
 
-        model, optimizer = _wrappers("state_dict_type", module)[0]._state_configs
+        if not (wrappers := _outermost(module)):
+            name = type(module).__name__
+            raise UsageError(f"state_dict_type: neither {name} nor a part of it is wrapped")
+        model, optimizer = wrappers[0]._state_configs
         return fsdp.StateDictSettings(
             fsdp.StateDictType.FULL_STATE_DICT,
             model or fsdp.FullStateDictConfig(),
@@ -333,9 +336,8 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> AbstractContextManager[None]:
-        """Inside it parameters of all that are wrapped in the module are whole. `writeback`: keep
-        writes, which all ranks must make."""
-        wrappers = _wrappers("summon_full_params", module)
+        """Inside it all parameters of the module are whole. `writeback`: keep writes, which all
+        ranks must make."""
         refuse(
             "summon_full_params",
             recurse=(recurse, True),
@@ -343,7 +345,7 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
             offload_to_cpu=(offload_to_cpu, False),
             with_grads=(with_grads, False),
         )
-        return _whole([wrapper.engine for wrapper in wrappers], write=writeback)
+        return _whole([wrapper.engine for wrapper in _outermost(module)], write=writeback)
 
 
 @contextmanager
@@ -360,13 +362,10 @@ def _wrapper(caller: str, module: nn.Module) -> FullyShardedDataParallel:
     return module
 
 
-def _wrappers(caller: str, module: nn.Module) -> list[FullyShardedDataParallel]:
-    """The outermost in the module: one of each engine. Raises UsageError if there is none."""
+def _outermost(module: nn.Module) -> list[FullyShardedDataParallel]:
+    """Wrappers in the module, one of each engine."""
     found = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
-    of = {m.engine: m for m in reversed(found)}
-    if not of:
-        raise UsageError(f"{caller}: neither {type(module).__name__} nor a part of it is wrapped")
-    return [*reversed(of.values())]
+    return [*{m.engine: m for m in reversed(found)}.values()][::-1]
 
 
 def _check_config(argument: str, given: object, allowed: str) -> None:

@@ -188,6 +188,8 @@ def test_state_of_a_module_with_wrapped_ones_in_it_is_whole(comm: Communicator) 
     assert all(bool((x == 3.0).all()) for x in model.state_dict().values())
     for wrapped in (model[1], model[2]):
         wrapped.engine.close()
+    with FullyShardedDataParallel.summon_full_params(net()):
+        pass  # all of it is whole
 
 
 class Buffered(nn.Module):
