@@ -14,6 +14,7 @@ from ringdp import Communicator
 from ringdp.schedule.cost import Machine, closed, seconds
 from tests.comm.test_arithmetic import check_averages_are_rounded_once
 from tests.ranks import on_ranks
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.process
 
@@ -89,23 +90,30 @@ def test_direct_collectives_use_no_messages_and_take_the_predicted_time(ranks, n
 
 @on_ranks(2)
 def test_other_threads_run_during_a_short_message(comm: Communicator) -> None:
-    count, over = [0], threading.Event()
+    """Rank 0 calls last, so in its call it waits for nothing but the time that a message takes."""
+    seen, over = threading.Event(), threading.Event()
+    with ringdp.init(link=ringdp.Link(latency=0.02, bandwidth=1e9)) as slow:
+        record = slow._transport.record
 
-    def beat() -> None:
-        while not over.wait(0.002):
-            count[0] += 1
+        def look() -> None:
+            while not over.wait(0.002):
+                if record(0).begun > record(0).finished:
+                    seen.set()
 
-    with ringdp.init(link=ringdp.Link(latency=0.2, bandwidth=1e9)) as slow:
-        slow.barrier()  # so the next one is a repeated call
-        counter = threading.Thread(target=beat)
-        counter.start()
-        comm.barrier()
-        before = count[0]
-        slow.barrier()
-        found = count[0] - before
+        slow.barrier()  # so the next ones are repeated calls
+        looker = threading.Thread(target=look)
+        looker.start()
+
+        def has_seen() -> bool:
+            if comm.rank == 0:
+                wait_until(lambda: record(1).waits_for == 0)
+            slow.barrier()
+            comm.broadcast(found := torch.tensor([float(seen.is_set())]))
+            return bool(found)
+
+        wait_until(has_seen)
         over.set()
-        counter.join()
-    assert found > 5
+        looker.join()
 
 
 @on_ranks(2)
