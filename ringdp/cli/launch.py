@@ -144,7 +144,7 @@ def _results(
     """Read all pipes to their ends. Once a rank has failed, ask the others to end."""
     results: dict[int, Any] = {}
     failures: dict[int, _Failure] = {}
-    codes: dict[int, int] = {}  # of ranks that ended otherwise, before any was asked to
+    codes: dict[int, int] = {}  # of ranks that ended otherwise, and not because they were asked to
     waiting, deadline = dict(pipes), 0.0  # 0: no rank was asked to end
     while waiting:
         ready = wait(list(waiting), max(0.0, deadline - time.monotonic()) if deadline else None)
@@ -156,7 +156,8 @@ def _results(
                 del waiting[pipe]
                 processes[rank].join()
                 code = processes[rank].exitcode or 0
-                if not deadline and (code or rank not in results):
+                asked = deadline and code in (-signal.SIGTERM, 128 + signal.SIGTERM)
+                if not asked and (code or rank not in results):
                     codes[rank] = code
                 continue
             if isinstance(event, _Failure):

@@ -9,17 +9,19 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from multiprocessing import forkserver
+from multiprocessing import Pipe, forkserver
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
 
+from ringdp.cli import launch
 from ringdp.cli.doctor.job import parents
 from ringdp.cli.exits import exit_code
-from ringdp.cli.launch import Entry, SignalError, signals_raised
+from ringdp.cli.launch import Entry, RankError, SignalError, signals_raised
 from ringdp.cli.main import main
 from ringdp.cli.runs import Job, Record
 from ringdp.cli.train import run
@@ -138,6 +140,21 @@ def test_a_fork_server_that_ends_is_an_error(monkeypatch, capfd, lost: type[Exce
 
 def test_a_lost_peer_is_explained(capfd: pytest.CaptureFixture[str]) -> None:
     assert re.search("PeerLost: .*rank 1 has ended", stderr_of(killed_then_peer_lost, capfd))
+
+
+def test_a_death_is_named_even_if_an_error_that_it_caused_is_read_first() -> None:
+    """As by a launcher that is slow, and still has events to read of the rank that was killed."""
+    lost = launch._Failure(lost_peer=True, at=0.0, traceback="PeerLost: rank 0 has ended")
+    pipes = {}
+    for rank, sent in enumerate([["event", "event"], [lost]]):
+        reader, writer = Pipe(duplex=False)
+        for what in sent:
+            writer.send(what)
+        writer.close()
+        pipes[reader] = rank
+    processes: list[Any] = [Mock(exitcode=-signal.SIGKILL), Mock(exitcode=1)]
+    with pytest.raises(RankError, match=r"^ringdp: rank 0 was killed by SIGKILL; .*\nPeerLost: "):
+        launch._results(pipes, processes, lambda event: None)
 
 
 def test_errors_are_read_after_a_rank_was_killed_in_an_event(
