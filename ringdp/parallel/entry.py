@@ -56,9 +56,9 @@ def shard(
 
     stage: 0 DDP, 1 ZeRO-1, 2 ZeRO-2, 3 ZeRO-3 (see `stages`). unit: which modules are gathered and
     reduced together: a class, several, a predicate, or a number of elements (see `find_units`).
-    precision: dtypes in forward, backward and reductions; a dict has those of modules, each for
-    what lies within, too. offload: what rests in host memory. comm:
-    a communicator or a torch.distributed group; by default what `ringdp.init` made last, or else
+    precision: dtypes in forward, backward and reductions; or a dict of modules and theirs, each for
+    all within its module that has none of its own. offload: what rests in host memory. comm: a
+    communicator or a torch.distributed group; by default what `ringdp.init` made last, or else
     torch's default group. shard_size: how many ranks hold a model together, by default all; with
     fewer, which must divide them, the others hold replicas (see `ranks`). reshard_size: how many of
     these gather a unit for its backward in stage 3, from pieces that they have kept since its

@@ -6,13 +6,13 @@
 
 A gradient is made in `compute`, multiplied by 1/n and cast to `reduce`, summed over the ranks, and
 cast to `master`. Modules named by `keep_fp32` compute in their master dtype. Modules within a model
-may have a Precision of their own.
+may have a Precision of their own, which holds in all of them, whatever that around says.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -42,12 +42,13 @@ class Precision:
     """Mixed precision. None leaves a dtype as it is (`reduce`: the compute dtype).
 
     param: dtype of parameters and activations in forward and backward. reduce: dtype of gradients
-    while they are reduced. output: dtype that the model's floating outputs are cast to. keep_fp32:
-    a module class, several, or a predicate: these modules (layer norms, say) compute in the dtype
-    they were built with; their inputs are cast to it, and their outputs to `param`. Since buffers
-    keep their dtype, batch norms must be among them, and what `spectral_norm` and `orthogonal` of
-    torch.nn.utils.parametrizations add, a ParametrizationList. cast_inputs: cast floating inputs of
-    the model and of every module chosen as a unit to `param`; "model": of the model only.
+    while they are reduced. output: dtype that floating outputs of the model, or of the module that
+    this is given for, are cast to. keep_fp32: a module class, several, or a predicate: these
+    modules (layer norms, say) compute in the dtype they were built with; their inputs are cast to
+    it, and their outputs to `param`. Since buffers keep their dtype, batch norms must be among
+    them, and what `spectral_norm` and `orthogonal` of torch.nn.utils.parametrizations add, a
+    ParametrizationList. cast_inputs: cast floating inputs of that module, and of every module
+    chosen as a unit, to `param`; "model": of the model only.
     """
 
     param: torch.dtype | None = None
@@ -74,12 +75,20 @@ Precisions = Mapping[nn.Module, Precision]  # each for its module and what lies 
 
 
 def of_modules(model: nn.Module, given: Precisions) -> dict[nn.Module, Precision]:
-    """Each module's: that of the innermost one around it in `given`."""
+    """Each module's: that of the innermost one around it in `given`, but for `output`, which is
+    that one's only. Raises UsageError for a module with parameters that lies in two with different
+    ones."""
     at: dict[str, Precision] = {}
     of: dict[nn.Module, Precision] = {}
-    for name, module in model.named_modules():  # outer modules first
+    for name, module in model.named_modules(remove_duplicate=False):  # outer modules first
         around = at.get(name.rpartition(".")[0]) or Precision()
-        at[name] = of[module] = given.get(module, around)
+        at[name] = replace(given[module], output=None) if module in given else around
+        differs = of.setdefault(module, at[name]) != at[name]
+        if differs and next(module.parameters(), None) is not None:
+            raise UsageError(
+                f"module {name} is part of two modules whose precisions are {of[module]} and "
+                f"{at[name]}; allowed: the same for both, or one of its own"
+            )
     return of
 
 
@@ -95,14 +104,15 @@ def check_precisions(model: nn.Module, given: Precisions) -> None:
 
 
 def kept(of: Mapping[nn.Module, Precision]) -> tuple[list[nn.Module], set[nn.Module]]:
-    """The outermost modules that keep their dtype, and these with all modules inside them."""
+    """The outermost modules that keep their dtype, and these with all modules inside them that have
+    no other precision."""
     found: list[nn.Module] = []
     within: set[nn.Module] = set()
     for module, precision in of.items():
         rule = precision.keep_fp32
         if rule is not None and module not in within and matches(module, rule):
             found.append(module)
-            within.update(module.modules())
+            within.update(m for m in module.modules() if of[m] == precision)
     return found, within
 
 

@@ -90,9 +90,9 @@ def find_units(
             here = dtypes(p.dtype, kept=module in keeps, precision=precision_of[module])
             if of.setdefault(p, here) != here:
                 raise UsageError(
-                    f"a parameter of {name or 'the model'} is tied to one that is to compute in "
-                    "another dtype; allowed: one precision for both of their modules, of which "
-                    "keep_fp32 names both or none"
+                    f"a parameter of {name or 'the model'} is tied to one that is to compute or be "
+                    "reduced in another dtype; allowed: one precision for both of their modules, "
+                    "of which keep_fp32 names both or none"
                 )
     owned: dict[nn.Module, dict[tuple[Dtypes, bool], list[tuple[str, nn.Parameter]]]] = {model: {}}
     for name, p in model.named_parameters():

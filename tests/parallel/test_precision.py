@@ -133,6 +133,65 @@ def test_modules_may_have_a_precision_of_their_own(comm: Communicator, stage: in
     engine.close()
 
 
+class Listed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([net()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.blocks[0](x)
+        return out
+
+
+@on_ranks(1)
+def test_a_precision_of_a_list_casts_what_its_entries_take_and_return(comm: Communicator) -> None:
+    model, seen = Listed(), list[torch.dtype]()
+    precision = {model.blocks: Precision(DOUBLE, output=HALF)}
+    engine = ringdp.shard(model, stage=3, unit=nn.Linear, precision=precision, comm=comm)
+    model.blocks[0].register_forward_pre_hook(lambda m, i: seen.append(i[0].dtype))
+    seen.append(model(batch(0)).dtype)
+    assert seen == [DOUBLE, HALF]
+    engine.close()
+
+
+@on_ranks(1)
+def test_a_precision_within_a_kept_module_holds(comm: Communicator) -> None:
+    model, seen = nn.Sequential(net()), []
+    around = Precision(BF16, keep_fp32=lambda m: m is model[0])
+    precision = {model: around, model[0][1]: Precision(DOUBLE, output=FLOAT)}
+    engine = ringdp.shard(model, stage=3, precision=precision, comm=comm)
+    for m in model[0]:
+        m.register_forward_pre_hook(lambda m, i: seen.append((i[0].dtype, m.weight.dtype)))
+    assert model(batch(0)).dtype == BF16
+    assert seen == [(FLOAT, FLOAT), (DOUBLE, DOUBLE), (FLOAT, FLOAT)]
+    engine.close()
+
+
+@on_ranks(1)
+def test_a_module_in_two_places_has_one_precision(comm: Communicator) -> None:
+    """One without parameters may lie in modules of two."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(9, 9)) for _ in range(2)))
+    activation, shared = nn.Tanh(), nn.Linear(9, 9)
+    given = {model[0]: Precision(DOUBLE, output=FLOAT)}
+    for block in model:
+        block.append(activation)
+    engine = ringdp.shard(model, stage=3, precision=given, comm=comm)
+    assert model(batch(0)).dtype == FLOAT
+    with engine.full_parameters():
+        engine.close()
+    for block in model:
+        block.append(shared)
+    with pytest.raises(
+        ringdp.UsageError, match=r"module 1\.2 is part of two .*float64.* or one of"
+    ):
+        ringdp.shard(model, stage=3, precision=given, comm=comm)
+    given[shared] = Precision(cast_inputs=False)
+    given[model[0][0]] = Precision(DOUBLE, output=FLOAT)
+    engine = ringdp.shard(model, stage=3, precision=given, comm=comm)
+    assert model(batch(0)).dtype == FLOAT
+    engine.close()
+
+
 @on_ranks(1)
 def test_precisions_of_what_is_no_module_of_the_model_are_refused(comm: Communicator) -> None:
     model = net()

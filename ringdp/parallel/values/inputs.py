@@ -50,7 +50,11 @@ def cast_at(
     """Cast inputs and outputs while `active`. `chosen`: as units, the model among them."""
     of = of_modules(model, given)
     keeps, within = kept(of)
-    where = {False: (), "model": called(model), True: {*chosen, *given}}
+    where = {
+        False: (),
+        "model": called(model),
+        True: {*chosen, *(m for at in given for m in called(at))},
+    }
     for module, precision in of.items():
         if module not in within and module in where[precision.cast_inputs]:
             _cast_around(module, precision.param, None, active, add_hook)
