@@ -6,7 +6,7 @@ Modules inside it that were wrapped before become its units, as with `fully_shar
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Self
 
@@ -131,7 +131,7 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
                 "FullyShardedDataParallel: modules within are wrapped already; allowed around them:"
                 " the same sharding_strategy and cpu_offload, no auto_wrap_policy"
             )
-        precisions = {m.module: m._precision for m in inner} | {module: self._precision}
+        given = {m.module: m._precision for m in inner if next(m.parameters(), None) is not None}
         units = {unit.module for m in inner for unit in m.engine.units}
         if auto_wrap_policy is not None:
             units = units_of(module, auto_wrap_policy)
@@ -144,7 +144,7 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
             module,
             stage=stage,
             unit=units,
-            precision=precisions,
+            precision=given | {module: self._precision},
             offload=offload,
             init=init,
             comm=comm,
@@ -200,7 +200,8 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """A whole copy: torch's FULL_STATE_DICT, its default. See state_dict_type. Buffers have the
         dtypes that they had before buffer_dtype. Collective."""
-        others = {*kwargs.get("destination", ())}  # of modules beside this one
+        destination = args[0] if args else kwargs.get("destination")
+        others = {*(destination or ())}  # of modules beside this one
         with self.engine.full_parameters():
             state: dict[str, Any] = super().state_dict(*args, **kwargs)
         config, _ = self._state_configs
@@ -226,13 +227,15 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
         optim_state_dict_config: Any = None,
     ) -> Iterator[None]:
         """set_state_dict_type inside the context."""
-        before = FullyShardedDataParallel.set_state_dict_type(
+        before = [(m, m._state_configs) for m in _wrappers(module)]
+        FullyShardedDataParallel.set_state_dict_type(
             module, state_dict_type, state_dict_config, optim_state_dict_config
         )
         try:
             yield
         finally:
-            FullyShardedDataParallel.set_state_dict_type(module, *vars(before).values())
+            for wrapper, configs in before:
+                wrapper._state_configs = configs
 
     @staticmethod
     def set_state_dict_type(
@@ -250,7 +253,7 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
         _check_config(
             "optim_state_dict_config", optim_state_dict_config, "FullOptimStateDictConfig"
         )
-        for wrapper in _outermost(module):
+        for wrapper in _wrappers(module):
             wrapper._state_configs = state_dict_config, optim_state_dict_config
         return before
 
@@ -259,7 +262,7 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
         """torch's StateDictSettings, of the first that is wrapped in the module."""
         from torch.distributed import fsdp  # who calls this has it
 
-        if not (wrappers := _outermost(module)):
+        if not (wrappers := _wrappers(module)):
             name = type(module).__name__
             raise UsageError(f"state_dict_type: neither {name} nor a part of it is wrapped")
         model, optimizer = wrappers[0]._state_configs
@@ -345,11 +348,11 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
             offload_to_cpu=(offload_to_cpu, False),
             with_grads=(with_grads, False),
         )
-        return _whole([wrapper.engine for wrapper in _outermost(module)], write=writeback)
+        return _whole(dict.fromkeys(m.engine for m in _wrappers(module)), write=writeback)
 
 
 @contextmanager
-def _whole(engines: Sequence[Engine], *, write: bool) -> Iterator[None]:
+def _whole(engines: Iterable[Engine], *, write: bool) -> Iterator[None]:
     with ExitStack() as stack:
         for engine in engines:
             stack.enter_context(engine.full_parameters(write=write))
@@ -362,10 +365,9 @@ def _wrapper(caller: str, module: nn.Module) -> FullyShardedDataParallel:
     return module
 
 
-def _outermost(module: nn.Module) -> list[FullyShardedDataParallel]:
-    """Wrappers in the module, one of each engine."""
-    found = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
-    return [*{m.engine: m for m in reversed(found)}.values()][::-1]
+def _wrappers(module: nn.Module) -> list[FullyShardedDataParallel]:
+    """All in the module, outer ones first."""
+    return [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
 
 
 def _check_config(argument: str, given: object, allowed: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 
 from ringdp.comm import Communicator
 from ringdp.errors import UsageError
+from ringdp.kernels.precision import FLOATS
 from ringdp.parallel.engine import Engine
 from ringdp.parallel.entry import check_size, shard
 from ringdp.parallel.fronts.fsdp_module import FSDPModule, Options, heed, sharded_class
@@ -31,6 +32,7 @@ from ringdp.parallel.precision import Precision
 from ringdp.parallel.refuse import checked_module, refuse
 from ringdp.parallel.replicas import gather_json
 from ringdp.parallel.units import lacks_forward
+from ringdp.parallel.values.outputs import own_modules
 
 Given = TypeVar("Given", bound=nn.Module | Sequence[nn.Module])
 # Engines that calls have closed, and not the user. A call that has failed since may be repeated.
@@ -111,7 +113,7 @@ def fully_shard(
         whole,
         stage=stage,
         unit={*inner, *modules},
-        precision={m: _reduced(of.mp_policy, m) for m, of in asked_of.items()},
+        precision={m: _reduced(m, asked_of) for m in asked_of},
         offload=Offload(stage == 3, optimizer=True, pin=pins) if asked.offload_policy else None,
         comm=ranks,
         shard_size=shard_size,
@@ -232,9 +234,13 @@ def _precision(policy: Any) -> Precision:
     return Precision(param, reduce, output, cast_inputs=casts)
 
 
-def _reduced(precision: Precision, module: nn.Module) -> Precision:
-    """With a reduce dtype, if parameters compute in another dtype than they have."""
-    own = {p.dtype for p in module.parameters() if p.requires_grad and p.is_floating_point()}
+def _reduced(module: nn.Module, asked_of: Mapping[nn.Module, Options]) -> Precision:
+    """The module's, with a reduce dtype, if its own parameters compute in another dtype than they
+    have."""
+    precision = asked_of[module].mp_policy
+    parameters = [p for m in own_modules(module, asked_of) for p in m.parameters(recurse=False)]
+    floats = [p for p in parameters if p.dtype in FLOATS]  # others are refused
+    own = {p.dtype for p in floats if p.requires_grad} or {p.dtype for p in floats}
     if precision.reduce or not (precision.param and own):
         return precision
     return replace(precision, reduce=functools.reduce(torch.promote_types, own))

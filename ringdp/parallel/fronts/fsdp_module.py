@@ -142,7 +142,7 @@ class FSDPModule:
         torch.distributed.checkpoint.state_dict gets and sets both. Collective."""
         with self.engine.full_parameters():
             state: dict[str, Any] = super().state_dict(*args, **kwargs)  # type: ignore[misc]
-        for name, value in state.items() if "destination" not in kwargs else ():
+        for name, value in state.items() if kwargs.get("destination") is None else ():
             if type(value) is Tensor:
                 state[name] = value.as_subclass(FullTensor)
         return state

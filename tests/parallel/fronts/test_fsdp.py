@@ -156,18 +156,22 @@ def test_modules_can_be_wrapped_by_hand(comm: Communicator) -> None:
 
 @on_ranks(2)
 def test_modules_within_may_have_another_mixed_precision(comm: Communicator) -> None:
-    model, seen = nn.Sequential(*net(), nn.BatchNorm1d(6)), list[torch.dtype]()
+    model, seen = nn.Sequential(*net(), nn.BatchNorm1d(6), nn.Identity()), list[torch.dtype]()
     low = MixedPrecision(BF16, torch.float32, BF16)
     model[2] = FullyShardedDataParallel(model[2], comm)
     wide = MixedPrecision(torch.float64, buffer_dtype=torch.float64, cast_forward_inputs=True)
     model[3] = FullyShardedDataParallel(model[3], comm, mixed_precision=wide)
+    casts = MixedPrecision(BF16, cast_forward_inputs=True)
+    model[4] = FullyShardedDataParallel(model[4], comm, mixed_precision=casts)
     whole = FullyShardedDataParallel(model, comm, mixed_precision=low)
     for block in (model[0], model[2].module, model[3].module):
         block.register_forward_pre_hook(
             lambda m, i: seen.extend((i[0].dtype, next(m.parameters()).dtype))
         )
     model[1].register_forward_hook(lambda m, i, out: out.float())
-    whole(torch.ones(4, 6)).sum().backward()
+    out = whole(torch.ones(4, 6))
+    assert out.dtype == torch.float64  # as with torch's: no cast where there is no parameter
+    out.sum().backward()
     assert seen == [BF16, BF16, torch.float32, torch.float32, torch.float64, torch.float64]
     state = whole.state_dict()
     assert {state[f"3.{name}"].dtype for name in ("weight", "running_var")} == {torch.float32}
@@ -190,6 +194,24 @@ def test_state_of_a_module_with_wrapped_ones_in_it_is_whole(comm: Communicator) 
         wrapped.engine.close()
     with FullyShardedDataParallel.summon_full_params(net()):
         pass  # all of it is whole
+
+
+@on_ranks(2)
+def test_state_of_nested_wrappers_is_as_was_set_for_the_outer_one(comm: Communicator) -> None:
+    """Beside what lies in the dict already, which may be given by place."""
+    model = net()
+    model[1] = FullyShardedDataParallel(model[1], comm)
+    whole = FullyShardedDataParallel(model, comm)
+    one, kind = FullStateDictConfig(rank0_only=True), StateDictType.FULL_STATE_DICT
+    with FullyShardedDataParallel.state_dict_type(model[1], kind, one):
+        with FullyShardedDataParallel.state_dict_type(whole, kind):
+            assert same(whole.state_dict(destination=None), net())
+        assert len(model[1].state_dict()) == (0 if comm.rank else 2)
+    with FullyShardedDataParallel.state_dict_type(whole, kind, one):
+        assert len(model[1].state_dict()) == (0 if comm.rank else 2)
+        beside = nn.Linear(2, 2).state_dict()
+        assert len(whole.state_dict(beside, "whole.")) == (2 if comm.rank else 8)  # type: ignore[arg-type]
+    whole.engine.close()
 
 
 class Buffered(nn.Module):

@@ -59,16 +59,9 @@ def test_options_of_several_calls_are_combined_or_refused(comm: Communicator) ->
             assert engine.units[1].dtypes == (torch.float32, BF16, torch.float32)
     pageable = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
     assert shard(pageable, pageable, pageable).ledger.offload == Offload(True, True, pin=False)
-    for first, second, whole, message in (
-        (
-            offloads,
-            {},
-            offloads,
-            r"offload_policy of module '2' was None, and is 'CPUOffloadPolicy\(pin_memory=True\)'",
-        ),
-    ):
-        with pytest.raises(UsageError, match=message):
-            shard(first, second, whole)
+    message = r"offload_policy of module '2' was None, and is 'CPUOffloadPolicy\(pin_memory=True\)'"
+    with pytest.raises(UsageError, match=message):
+        shard(offloads, {}, offloads)
     message = r"within were sharded over 1 ranks; of the model's 2, these are among them: \[0\]"
     with comm.split(comm.rank) as alone, pytest.raises(UsageError, match=message):
         shard({}, {"comm": alone}, {})
@@ -136,6 +129,20 @@ def mixed(shards: Any) -> list[object]:
 def test_each_module_has_its_mp_policy_as_with_torchs(comm: Communicator) -> None:
     ours, torchs = ours_and_torchs(comm, mixed)
     assert ours == torchs
+
+
+@on_ranks(2)
+def test_gradients_are_reduced_in_the_dtype_of_the_modules_own_parameters(
+    comm: Communicator,
+) -> None:
+    """Whatever blocks within have; and if it was frozen at the call."""
+    model: Any = net().requires_grad_(False)
+    model[1].double()
+    for module in (model[1], model):
+        fronts.fully_shard(module, comm=comm, mp_policy=MixedPrecisionPolicy(BF16))
+    reduced = [unit.dtypes.reduce for unit in model.engine.units]
+    assert reduced == [torch.float32, torch.float64]
+    model.engine.close()
 
 
 def call_again_after_failure(
