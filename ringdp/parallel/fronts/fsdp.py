@@ -6,8 +6,8 @@ Modules inside it that were wrapped before become its units, as with `fully_shar
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Self
 
 import torch
@@ -21,17 +21,17 @@ from ringdp.parallel.engine import Engine
 from ringdp.parallel.entry import shard
 from ringdp.parallel.fronts.fsdp2 import take_in
 from ringdp.parallel.fronts.fsdp_arguments import (
-    STAGES,
     cast_buffers,
     device_of,
     field,
     init_of,
     precision_of,
     ranks_for,
+    strategy_of,
     units_of,
 )
 from ringdp.parallel.fronts.fsdp_optim import by_name, by_number, names_of
-from ringdp.parallel.fronts.fsdp_state import save_as_unwrapped
+from ringdp.parallel.fronts.fsdp_state import check_configs, configure, save_as_unwrapped, whole
 from ringdp.parallel.offload import Offload
 from ringdp.parallel.optimizer.clip import clip_grad_norm_
 from ringdp.parallel.precision import Precision
@@ -106,13 +106,8 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
     ) -> None:
         super().__init__()
         module = checked_module("FullyShardedDataParallel", module)
-        name = getattr(sharding_strategy, "name", sharding_strategy) or "FULL_SHARD"
+        name, stage = strategy_of(sharding_strategy)
         prefetch = getattr(backward_prefetch, "name", backward_prefetch) or "BACKWARD_PRE"
-        if name not in STAGES:
-            raise UsageError(
-                f"FullyShardedDataParallel: sharding_strategy {name} is not implemented; "
-                f"allowed: {', '.join(STAGES)}"
-            )
         refuse(
             "FullyShardedDataParallel",
             ignored_modules=(ignored_modules or None, None),
@@ -120,7 +115,6 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
             limit_all_gathers=(limit_all_gathers, True),
             ignored_states=(ignored_states or None, None),
         )
-        stage = STAGES[name]
         offloads = cpu_offload is not None and field("cpu_offload", cpu_offload, "offload_params")
         precision = precision_of(mixed_precision, wraps=auto_wrap_policy is not None)
         offload = Offload(parameters=stage == 3, optimizer=True) if offloads else None
@@ -205,12 +199,7 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
         with self.engine.full_parameters():
             state: dict[str, Any] = super().state_dict(*args, **kwargs)
         config, _ = self._state_configs
-        own = state.keys() - others
-        if getattr(config, "rank0_only", False) and self.engine.comm.rank > 0:
-            for name in own:
-                del state[name]
-        elif getattr(config, "offload_to_cpu", False):
-            state.update({n: x.cpu() for n in own if isinstance(x := state[n], torch.Tensor)})
+        configure(state, state.keys() - others, config, self.engine.comm.rank)
         return state
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -249,10 +238,7 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
         before = FullyShardedDataParallel.get_state_dict_type(module)
         kind = getattr(state_dict_type, "name", state_dict_type)
         refuse("state_dict_type", state_dict_type=(kind, "FULL_STATE_DICT"))
-        _check_config("state_dict_config", state_dict_config, "FullStateDictConfig")
-        _check_config(
-            "optim_state_dict_config", optim_state_dict_config, "FullOptimStateDictConfig"
-        )
+        check_configs(state_dict_config, optim_state_dict_config)
         for wrapper in _wrappers(module):
             wrapper._state_configs = state_dict_config, optim_state_dict_config
         return before
@@ -348,15 +334,7 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Named):
             offload_to_cpu=(offload_to_cpu, False),
             with_grads=(with_grads, False),
         )
-        return _whole(dict.fromkeys(m.engine for m in _wrappers(module)), write=writeback)
-
-
-@contextmanager
-def _whole(engines: Iterable[Engine], *, write: bool) -> Iterator[None]:
-    with ExitStack() as stack:
-        for engine in engines:
-            stack.enter_context(engine.full_parameters(write=write))
-        yield
+        return whole(dict.fromkeys(m.engine for m in _wrappers(module)), write=writeback)
 
 
 def _wrapper(caller: str, module: nn.Module) -> FullyShardedDataParallel:
@@ -368,8 +346,3 @@ def _wrapper(caller: str, module: nn.Module) -> FullyShardedDataParallel:
 def _wrappers(module: nn.Module) -> list[FullyShardedDataParallel]:
     """All in the module, outer ones first."""
     return [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
-
-
-def _check_config(argument: str, given: object, allowed: str) -> None:
-    if given is not None and type(given).__name__ != allowed:
-        raise UsageError(f"state_dict_type: {argument}={given!r}; allowed: a {allowed}, or None")

@@ -22,6 +22,17 @@ STAGES = {  # of each ShardingStrategy
 }  # fmt: skip
 
 
+def strategy_of(given: Any) -> tuple[str, int]:
+    """The ShardingStrategy's name, and its stage. Raises UsageError for another."""
+    name = getattr(given, "name", given) or "FULL_SHARD"
+    if name not in STAGES:
+        raise UsageError(
+            f"FullyShardedDataParallel: sharding_strategy {name} is not implemented; "
+            f"allowed: {', '.join(STAGES)}"
+        )
+    return name, STAGES[name]
+
+
 def device_of(device_id: Any, module: nn.Module) -> torch.device | None:
     """Raises UsageError if the module cannot be there."""
     if device_id is None:
