@@ -26,6 +26,7 @@ import os
 import re
 import secrets
 import shutil
+from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -212,12 +213,13 @@ def _check_parameter(index: Index, key: str, shape: list[int] | None = None) -> 
 
 
 def _check_steps(index: Index) -> None:
-    """Check that state has `step` beside it if any of its group has: optimizers that count steps
-    keep nothing else without it."""
+    """Check that state has `step` beside it if state of the same names in its group has: what
+    counts steps keeps nothing else without it. (timm's Muon keeps two kinds of state.)"""
     groups = {name: n for n, group in enumerate(index.groups or []) for name in group["names"]}
     spans = {key: [part[1:] for part in entry.parts] for key, entry in index.tensors.items()}
     spans |= {key: [(begin, end) for begin, end, _ in of] for key, of in index.scalars.items()}
     steps, others = dict[str, list[tuple[int, int]]](), list[tuple[str, int]]()
+    names = defaultdict[str, set[str]](set)
     for key, found in spans.items():
         kind, name, parameter = parts_of(key)
         if kind == "optimizer" and parameter in groups:
@@ -225,9 +227,11 @@ def _check_steps(index: Index) -> None:
                 steps[parameter] = found
             else:
                 others += [(parameter, begin) for begin, _ in found]
-    counted = {groups[parameter] for parameter in steps}
+                names[parameter].add(name)
+    kinds = {parameter: (groups[parameter], frozenset(of)) for parameter, of in names.items()}
+    counted = {kinds.get(parameter) for parameter in steps}
     for parameter, at in others:
-        if groups[parameter] in counted and not any(
+        if kinds[parameter] in counted and not any(
             begin <= at < end or at == begin for begin, end in steps.get(parameter, ())
         ):
             raise ValueError(

@@ -19,6 +19,7 @@ from ringdp import CheckpointError, Communicator
 from ringdp.parallel.checkpoint.index import read_index
 from ringdp.parallel.checkpoint.plan import planned
 from ringdp.parallel.checkpoint.spans import pieces
+from tests.parallel.small import net, step
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.process
@@ -124,6 +125,41 @@ def test_a_loaded_state_can_be_saved_before_a_step(
     ringdp.load(tmp_path, engine, optimizer)
     with engine.full_parameters():
         assert torch.equal(optimizer.state_dict()["state"][0]["mean"], whole)
+    engine.close()
+
+
+class TwoKinds(torch.optim.Optimizer):
+    """Like timm's Muon: within a group, it counts steps for vectors only."""
+
+    needs_whole_parameters = True
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                state = self.state[p]
+                state["mean" if p.dim() == 1 else "momentum"] = p.grad.clone()
+                if p.dim() == 1:
+                    state["step"] = torch.tensor(1.0)
+
+
+@on_ranks(2)
+def test_state_of_one_group_may_be_of_two_kinds(comm: Communicator, tmp_path: Path) -> None:
+    model = net()
+    engine = ringdp.shard(model, stage=3, comm=comm)
+    optimizer = TwoKinds(model.parameters(), {})
+
+    def whole() -> Any:
+        with engine.full_parameters():
+            return optimizer.state_dict()["state"]
+
+    step(model, optimizer, 0)
+    ringdp.save(tmp_path, engine, optimizer)
+    before = whole()
+    assert [{*state} for state in before.values()] == [{"momentum"}, {"mean", "step"}] * 3
+    step(model, optimizer, 1)
+    ringdp.load(tmp_path, engine, optimizer)
+    torch.testing.assert_close(whole(), before)
     engine.close()
 
 
