@@ -38,7 +38,7 @@ def optimizers_given(
     function: str, engine: object, optimizer: object
 ) -> list[torch.optim.Optimizer]:
     """The optimizers. Raises UsageError unless they are an Engine, and an optimizer, or what wraps
-    one, or several of different parameters, or None."""
+    one and has its state, or several of different parameters, or None."""
     check_engine(function, engine)
     several: list[Any] = []
     if optimizer is not None:
@@ -50,6 +50,13 @@ def optimizers_given(
                 "Optimizer of the engine's model, a list of some, or None. A scheduler's "
                 "state_dict goes into extra"
             )
+        for name, value in vars(one).items():  # as in timm's Lookahead
+            for inner in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(inner, torch.optim.Optimizer) and inner.state is not one.state:
+                    raise UsageError(
+                        f"{function}: the {type(one).__name__} wraps an optimizer whose state is "
+                        f"not its own; give its .{name} instead"
+                    )
     stepped = [id(p) for group in groups_in(several) for p in group["params"]]
     if len({*stepped}) < len(stepped):
         raise UsageError(f"{function}: two optimizers have the same parameter")

@@ -338,6 +338,14 @@ def test_errors_of_save_and_load_say_what_is_wrong(comm: Communicator, tmp_path:
     for function in (ringdp.save, ringdp.load):
         with pytest.raises(UsageError, match="optimizer is a ConstantLR; allowed: "):
             function(tmp_path, engine, rate)
+    for wrapped in (optimizer, [optimizer]):  # as by timm's Lookahead, and by lists of torchtitan's
+        wrapper: Any = torch.optim.SGD(model.parameters())
+        wrapper.base = wrapped
+        for function in (ringdp.save, ringdp.load):
+            with pytest.raises(UsageError, match=r"the SGD wraps .* give its \.base instead"):
+                function(tmp_path, engine, wrapper)
+    wrapper.state = optimizer.state  # as in accelerate's wrapper
+    ringdp.save(tmp_path, engine, wrapper)
     with engine.full_parameters():
         engine.close()
     for function in (ringdp.save, ringdp.load):
