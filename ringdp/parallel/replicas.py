@@ -13,6 +13,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.parameter import is_lazy
 
 from ringdp.comm import Communicator
+from ringdp.comm.buffers import lacks_memory
 from ringdp.errors import ModelError, UsageError
 
 PIECE = 250 << 20  # bytes that one broadcast moves at most; a larger tensor goes alone
@@ -55,8 +56,15 @@ def check_writable(tensors: Iterable[tuple[str, Tensor]]) -> None:
                 f"{name} is {kind}; allowed: dense tensors that are not quantized. Keep it in an "
                 "attribute that is no buffer"
             )
-        if not is_lazy(t) and t.is_inference():
+        if is_lazy(t):
+            continue
+        if t.is_inference():
             raise UsageError(f"{name} was made in torch.inference_mode(); make it outside of that")
+        if not t.is_meta and lacks_memory(t):
+            raise UsageError(
+                f"{name}, a {type(t).__name__}, has no memory of its own: it stands for other "
+                "tensors, or its storage was freed; allowed: ordinary tensors"
+            )
 
 
 def _difference(first: Facts, facts: Facts, rank: int) -> str | None:

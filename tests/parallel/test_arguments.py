@@ -86,6 +86,34 @@ def test_buffers_that_cannot_take_rank_0s_values_are_refused(comm):
                 wrap(model)
 
 
+class Elsewhere(torch.Tensor):
+    """Stands for tensors on other ranks, as a DTensor does."""
+
+    @staticmethod
+    def __new__(cls):
+        return torch.Tensor._make_wrapper_subclass(cls, (2,))
+
+    @classmethod
+    def __torch_dispatch__(cls, *_):
+        return cls()
+
+
+def test_parameters_without_memory_of_their_own_are_refused(comm):
+    """As those of a tensor-parallel model, and those that torch's FSDP has freed."""
+    freed = nn.Parameter(torch.ones(2))
+    freed.untyped_storage().resize_(0)
+    for odd in (nn.Parameter(Elsewhere()), freed):
+        model = nn.Linear(2, 2)
+        model.bias = odd
+        for wrap in (
+            partial(ringdp.shard, stage=1, comm=comm),
+            partial(ringdp.fully_shard, comm=comm),
+            partial(ringdp.DistributedDataParallel, process_group=comm),
+        ):
+            with pytest.raises(UsageError, match=r"bias, a [EP].*, has no memory of"):
+                wrap(model)
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
