@@ -103,7 +103,10 @@ class Backwards:
                 "there: torch.autograd.grad"
             )
         if unit.freed and torch.is_grad_enabled():
-            raise UsageError("stage 3 frees weights that create_graph=True needs; use stage 2")
+            raise UsageError(
+                "stage 3 frees weights that create_graph=True needs; use stage 2, as fully_shard "
+                "does if all calls have reshard_after_forward=False"
+            )
         self._now = now = self._now or self._begin()
         self.use(index)
         hooks, trains = self._grad_hooks[index], index in now.trained
