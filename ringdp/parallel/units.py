@@ -16,7 +16,6 @@ from torch import jit, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ringdp.errors import UsageError
 from ringdp.kernels.precision import FLOATS, wide_dtype
@@ -202,11 +201,6 @@ def _check_parameters(model: nn.Module) -> None:
     placed = [(name, p.device) for name, p in model.named_parameters() if not p.is_meta]
     lies: dict[int, str] = {}  # address -> name
     for name, p in model.named_parameters():
-        if is_traceable_wrapper_subclass(p):
-            raise UsageError(
-                f"parameter {name} is a {type(p.data).__name__}, which stands for other tensors (a "
-                "part of one, quantized ones); parameters must be plain tensors"
-            )
         if p.dtype not in FLOATS:
             raise UsageError(
                 f"parameter {name} is {p.dtype}; parameters must be floats of 16, 32 or 64 bits"

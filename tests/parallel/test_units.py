@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.two_tensor import TwoTensor
 
 import ringdp
 from ringdp.parallel.units import find_units
@@ -137,11 +136,6 @@ def test_frozen_parameters_have_no_gradients_to_be_cast():
             Model(p=nn.ParameterList(2 * [torch.ones(3)])),
             None,
             "p.0 and p.1 are two parameters in the same memory",
-        ),
-        (
-            Model(p=nn.ParameterList([TwoTensor(torch.ones(3), torch.ones(3))])),
-            None,
-            "p.0 is a TwoTensor, which stands for other tensors",
         ),
         (
             nn.Sequential(linear(), torch.jit.ScriptModule()),
