@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -85,7 +85,7 @@ def shard(
     bytes.
     """
     _check(model, nn.Module, "model")
-    _check(precision, Precision | Mapping | None, "precision")
+    _check(precision, Precision | dict | None, "precision")
     _check(offload, Offload | None, "offload")
     _check(init, Callable | None, "init")
     _check(shard_size, int | None, "shard_size")
@@ -104,7 +104,7 @@ def shard(
         if type(value) is not int or value < 0:
             raise UsageError(f"{name} is {value!r}; it must be an int of at least 0")
     row, offload = stage_of(stage), offload or Offload()
-    precisions = precision if isinstance(precision, Mapping) else {model: precision or Precision()}
+    precisions = precision if isinstance(precision, dict) else {model: precision or Precision()}
     check_precisions(model, precisions)
     meta.check(model, init)
     comm = communicator_of(comm, model.parameters())

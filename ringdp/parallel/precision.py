@@ -71,7 +71,7 @@ class Precision:
             check_rule("Precision(keep_fp32)", self.keep_fp32)
 
 
-Precisions = Mapping[nn.Module, Precision]  # each for its module and what lies within
+Precisions = dict[nn.Module, Precision]  # each for its module and what lies within
 
 
 def of_modules(model: nn.Module, given: Precisions) -> dict[nn.Module, Precision]:

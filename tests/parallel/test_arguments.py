@@ -47,7 +47,7 @@ def net() -> nn.Sequential:
         ({"unit": [nn.Linear]}, "allowed: a module class"),
         ({"unit": (nn.Linear, 3)}, "allowed: a module class"),
         ({"unit": 0}, "must be at least 1"),
-        ({"precision": torch.bfloat16}, "allowed: Precision or None"),
+        ({"precision": torch.bfloat16}, "allowed: Precision or dict or None"),
         ({"offload": True}, "allowed: Offload or None"),
         ({"stage": 2, "offload": ringdp.Offload(parameters=True)}, "in stage 2; it needs stage 3"),
         ({"stage": 0, "offload": ringdp.Offload(optimizer=True)}, "in stage 0; it needs 1, 2 or 3"),
